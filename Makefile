@@ -1,0 +1,38 @@
+# Two commands need nothing before them: `make test` and `make run`. Each builds .venv on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# The small CPU build of torch unless an NVIDIA GPU answers. TORCH overrides.
+TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo 'torch>=2.11,<2.15'; else echo 'torch==2.13.0'; fi)
+GPU_EXTRA := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ',gpu'; fi)
+WORKERS ?= 2
+
+.PHONY: setup test lint run clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo 'headscope needs Python 3.11, 3.12 or 3.13; name one with: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'numpy<2.4'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,studio$(GPU_EXTRA)]'
+	@touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tests/typecheck.py
+
+# The summary line of pytest is the last line printed.
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) -q $(PYTEST_ARGS)
+
+run: $(STAMP)
+	$(BIN)/headscope fetch smollm2
+	@if test -f app.py; then $(BIN)/headscope studio; \
+	else $(BIN)/headscope inspect --model smollm2 --prompt sample_prompts/code.txt; fi
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,27 @@
+"""Errors of the engine. The message of each is one sentence that says what happened and what to do."""
+
+from __future__ import annotations
+
+
+class HeadscopeError(Exception):
+    """A problem that a person can solve; the command line prints its message and nothing else."""
+
+
+class ModelError(HeadscopeError):
+    """A model that cannot be fetched, found, loaded or used."""
+
+
+class PromptError(HeadscopeError):
+    """A prompt that is empty, unreadable or too long."""
+
+
+class ConfigError(HeadscopeError):
+    """A head config that is malformed, or that belongs to another model."""
+
+
+class CaptureError(HeadscopeError):
+    """A prefill that could not be captured, stored or read back."""
+
+
+class Cancelled(HeadscopeError):
+    """The caller's `cancel` said stop; nothing was kept."""

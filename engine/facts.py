@@ -1,0 +1,115 @@
+"""What a head config must know about a model, read from the loaded model. Needs torch, not transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+FULL = "full_attention"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of one model (design, "Files"). `rope` has `type`, `theta` and `scaling`; lengths are in tokens.
+
+    `fingerprint` is over the shape of the model and its norms rounded to bf16, so dtype, file format and tensor
+    parallel leave it alone. It is empty when the norms are not in memory (offloaded weights).
+    """
+
+    architecture: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    rope: dict[str, Any]
+    max_position: int
+    layer_types: tuple[str, ...]
+    fingerprint: str
+    load_format: str = ""
+    name: str = ""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.query_heads // self.kv_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "layer_types": list(self.layer_types)}
+
+    def named(self, name: str, load_format: str) -> ModelFacts:
+        return replace(self, name=name, load_format=load_format)
+
+
+def facts_of(model: Any, name: str = "", load_format: str = "") -> ModelFacts:
+    """Facts of a transformers causal language model (not of its weights' dtype or place)."""
+    config = text_config(model)
+    layers = int(config.num_hidden_layers)
+    query_heads = int(config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    shape = {
+        "architecture": type(model).__name__,
+        "layers": layers,
+        "query_heads": query_heads,
+        "kv_heads": int(getattr(config, "num_key_value_heads", None) or query_heads),
+        "head_dim": int(head_dim),
+        "rope": _rope(config),
+        "max_position": int(getattr(config, "max_position_embeddings", 0) or 0),
+        "layer_types": _layer_types(config, layers),
+    }
+    return ModelFacts(**shape, fingerprint=_fingerprint(model, config, shape), load_format=load_format, name=name)
+
+
+def text_config(model: Any) -> Any:
+    """The language model's own part of the config (multimodal models nest it)."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if FULL in parameters:  # one set per layer type
+        parameters = parameters[FULL]
+    rest = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
+    theta = parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    return {
+        "type": str(parameters.get("rope_type", parameters.get("type", "default"))),
+        "theta": float(theta),
+        "scaling": {key: _plain(rest[key]) for key in sorted(rest) if rest[key] is not None},
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _layer_types(config: Any, layers: int) -> tuple[str, ...]:
+    named = getattr(config, "layer_types", None)
+    if named:
+        return tuple(str(item) for item in named)
+    sliding = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return ("sliding_attention" if sliding else FULL,) * layers
+
+
+def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
+    """sha256 over the shape, the vocabulary and the replicated norms in bf16; see `ModelFacts`."""
+    head = {**shape, "hidden_size": int(config.hidden_size), "vocab_size": int(config.vocab_size)}
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        # Norms of queries and keys may be split over tensor-parallel ranks; all others are whole on each.
+        if "norm" not in name or parameter.ndim != 1 or "q_norm" in name or "k_norm" in name:
+            continue
+        tensor = parameter.detach()
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        if tensor.is_meta:
+            return ""
+        digest.update(name.encode())
+        digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
