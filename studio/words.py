@@ -1,0 +1,86 @@
+"""Numbers with units, and findings as sentences."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+
+def percent(value: float) -> str:
+    """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %", 0 is "0 %"."""
+    if value != value:
+        return "not measured"
+    size = abs(value) * 100
+    if size == 0:
+        return "0 %"
+    if size < 0.01:
+        return "< 0.01 %"
+    return f"{value * 100:.{2 if size < 1 else 1 if size < 99.95 else 0}f} %"
+
+
+def milliseconds(value: float) -> str:
+    """A time as text: "0.42 ms", "38 ms", "1.3 s", "2 min 5 s"."""
+    if value < 10:
+        return f"{value:.2g} ms" if value < 1 else f"{value:.1f} ms"
+    if value < 1000:
+        return f"{value:.0f} ms"
+    seconds = value / 1000
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def size(value: float) -> str:
+    """Bytes as text: "312 MiB", "1.4 GiB"."""
+    if value < 2**20:
+        return f"{value / 2**10:.0f} KiB"
+    return f"{value / 2**20:.0f} MiB" if value < 2**30 else f"{value / 2**30:.1f} GiB"
+
+
+def count(value: int, one: str, many: str | None = None) -> str:
+    """ "1 edit", "2,048 tokens"."""
+    return f"{value:,} {one if value == 1 else many or one + 's'}"
+
+
+def inert(text: str) -> str:
+    """Text that plotly shows as it is: hover labels otherwise read tags."""
+    return html.escape(text, quote=False)
+
+
+def excerpt(tokens: Sequence[str], position: int, before: int = 7, after: int = 0) -> str:
+    """The token at `position` with what leads up to it, on one line, the token itself in ‹ ›."""
+    low, high = max(0, position - before), min(len(tokens), position + after + 1)
+    lead = "".join(tokens[low:position])
+    tail = "".join(tokens[position + 1 : high])
+    line = f"{'…' if low else ''}{lead}‹{tokens[position]}›{tail}"
+    return " ".join(line.replace("\n", " ⏎ ").replace("\t", " ").split())
+
+
+def finding(mean: float, worst: float, worst_row: int, thirds: Sequence[float], near: float, far: float) -> str:
+    """What a head loses, in one sentence or two.
+
+    `near` and `far` are shares of the missed mass less than 64 and at least 256 tokens back.
+    """
+    if mean < 0.0005 and worst < 0.01:
+        return "This head keeps all of its attention: nothing to gain here but time."
+    scale = "Misses" if mean >= 0.01 else "Misses only"
+    where = ""
+    if far >= 0.6:
+        where = ", most of it 256 tokens back or further"
+    elif near >= 0.6:
+        where = ", most of it within the last 64 tokens"
+    elif mean >= 0.01:
+        where = ", spread over all distances"
+    start, middle, end = thirds
+    highest = max(start, middle, end)
+    name = ("start", "middle", "end")[(start, middle, end).index(highest)]
+    part = f" The {name} of the prompt suffers most ({percent(highest)})." if highest > 1.5 * mean else ""
+    return (
+        f"{scale} {percent(mean)} of its probability{where}; the worst row, token {worst_row:,}, "
+        f"misses {percent(worst)}.{part}"
+    )
+
+
+def alternative(title: str, body: str) -> str:
+    """Alternative text of a figure, for screen readers."""
+    return f"{title}. {body}"
