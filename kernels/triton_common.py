@@ -1,0 +1,112 @@
+"""Primitives shared by the Triton kernels: look-ups in sorted lists, one softmax step, small host helpers.
+
+Scores are kept in base 2 with the scale folded in (`scale * log2 e`), so that `exp2` is the only
+transcendental of the loops. Running maxima start at a finite floor: a row that has met no key yet stays free
+of `inf - inf`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+BOX_ROWS = 64
+BOX_COLUMNS = 128
+
+# Kernels read these as compile-time constants.
+FLOOR = tl.constexpr(-1.0e30)
+LN_2 = tl.constexpr(LN2)
+PADDING = tl.constexpr(2**30)
+
+
+@triton.jit
+def count_below(list_ptr, count, bound, steps, stride: tl.constexpr):
+    """How many of the first `count` entries of an ascending list are `< bound` (a tensor of bounds).
+
+    `steps` >= log2(count + 1) halvings; entries lie `stride` apart.
+    """
+    low = bound * 0
+    high = low + count
+    for _step in range(steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        below = tl.load(list_ptr + middle * stride, mask=open_, other=0) < bound
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & (below == 0), middle, high)
+    return low
+
+
+@triton.jit
+def softmax_step(scores, v, acc, top, total, scale, PRECISION: tl.constexpr):
+    """One tile of online softmax. scores [M, N] (masked cells -inf), v [N, D], acc [M, D], top and total [M]."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    weight = tl.math.exp2(scores * scale - new_top[:, None])
+    decay = tl.math.exp2(top - new_top)
+    total = total * decay + tl.sum(weight, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def close_softmax(acc, top, total):
+    """Output and natural-log LSE of finished rows; rows without a key give 0 and -inf."""
+    some = total > 0
+    safe = tl.where(some, total, 1.0)
+    lse = tl.where(some, (top + tl.math.log2(safe)) * LN_2, float("-inf"))
+    return acc / safe[:, None], lse
+
+
+def pad_dim(head_dim: int) -> int:
+    """The power of two that holds a head: tiles are as wide, descriptors clip the rest."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def steps_for(count: int) -> int:
+    """Halvings that a binary search over `count` entries needs."""
+    return max(1, int(count).bit_length())
+
+
+@lru_cache(maxsize=512)
+def device_ints(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 of host integers on a device, copied once per distinct tuple so that repeated calls do not wait."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def descriptor(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Tiles [1, rows, width] of a contiguous [heads, n, D] tensor; reads outside are 0, writes outside are dropped."""
+    flat = x.view(-1, x.shape[-2], x.shape[-1])
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, rows, width])
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where it is contiguous and 16-byte aligned, else a copy that is."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.contiguous().clone()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Tensor-core mode: float32 products are exact (`ieee`), the half types have one mode."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, scale: float, impl: str = "triton") -> None:
+    """`ValueError` naming what this path cannot serve."""
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"impl={impl!r} serves bfloat16, float16 and float32, got q.dtype = {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x is not None and (x.dtype != q.dtype or x.device != q.device):
+            raise ValueError(f"{name} must have q's dtype and device, got {x.dtype} on {x.device}")
+    if not 1 <= q.shape[-1] <= 256:
+        raise ValueError(f"impl={impl!r} serves head sizes up to 256, got {q.shape[-1]}")
+    if q.shape[-1] * q.element_size() % 16:
+        raise ValueError(f"impl={impl!r} needs head rows of a multiple of 16 bytes, got {q.shape[-1]} x {q.dtype}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k.shape[1]}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
