@@ -106,6 +106,11 @@ def tile_rows(tile: int) -> int:
     return max(1, tile // 2)
 
 
+def nearest_window(tile: int) -> int:
+    """Offset of the window that holds the diagonal; whole windows lie at multiples of `tile` beyond it."""
+    return tile - tile_rows(tile)
+
+
 def max_windows(length: int, tile: int) -> int:
     """The most windows a head can have: they do not overlap and every one holds a causal cell."""
     return -(-(length + tile_rows(tile)) // tile) + 1

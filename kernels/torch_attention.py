@@ -1,0 +1,233 @@
+"""Attention over a layout in plain torch, block-gathered: work and memory follow the computed pairs.
+
+Every 64 query rows of a head form an item. An item's keys are the union of what its rows read; items of all
+heads and sequences are sorted by how many keys they have and run in batches of similar size, each one gather
+of K and V, one product, one masked softmax, one product. No masked dense product is ever formed, and scratch
+memory is bounded, whatever the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headscope.kernels import membership
+from headscope.kernels.layout import Layout
+
+ROWS = 64
+"""Query rows of one item."""
+
+_SCORES = 2**22
+"""Score elements of one batch of items: 16 MiB in float32."""
+
+_FLAGS = 2**25
+"""Key flags of one chunk of row blocks: 32 MiB."""
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention and its LSE, in row chunks. q [B, Hq, S, D], k/v [B, Hkv, T, D]; LSE float32 [B, Hq, S]."""
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    out = torch.zeros_like(q)
+    lse = torch.full((batch, heads, q_len), -torch.inf, device=q.device)
+    for sequence, start in enumerate(starts):
+        keys, values = k[sequence, :, start:].float(), v[sequence, :, start:].float()
+        first = max(0, kv_len - q_len - start)
+        for row in range(first, kv_len - start, 256):
+            stop = min(row + 256, kv_len - start)
+            local = slice(row - (kv_len - q_len - start), stop - (kv_len - q_len - start))
+            grouped = q[sequence, :, local].float().reshape(kv_heads, -1, dim)
+            scores = (grouped @ keys[:, :stop].transpose(-1, -2)).mul_(scale)
+            tail = scores.view(heads, stop - row, stop)[:, :, row:]
+            tail.masked_fill_(torch.ones(stop - row, stop - row, device=q.device).triu(1).bool(), -torch.inf)
+            top = scores.amax(-1, keepdim=True)
+            weight = scores.sub_(top).exp_()
+            total = weight.sum(-1, keepdim=True)
+            result = (weight @ values[:, :stop]) / total
+            out[sequence, :, local] = result.view(heads, stop - row, dim).to(q.dtype)
+            lse[sequence, :, local] = (top + total.log()).view(heads, stop - row)
+    return out, lse
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the cells of `layout`, and its LSE. A row with no cell gives output 0 and LSE -inf."""
+    table = membership.tables(layout)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    exact = _needs_mask(layout)
+    row_blocks = -(-layout.kv_len // ROWS)
+    step = max(1, _FLAGS // (layout.windows.shape[0] * layout.kv_len))
+    first = min(max(0, row) for row in layout.first_row) // ROWS
+    for block in range(first, row_blocks, step):
+        work = _items(layout, table, block, min(block + step, row_blocks))
+        for masked in (False, True):
+            for items in _batches(work, exact if masked else ~exact):
+                _run(q, k, v, layout, table, scale, items, masked, out, lse)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Items and their keys: head [m] in 0..N-1, block [m]; need bool [m, T] in own positions; size [m]."""
+
+    head: torch.Tensor
+    block: torch.Tensor
+    need: torch.Tensor
+    size: torch.Tensor
+
+
+def _needs_mask(layout: Layout) -> torch.Tensor:
+    """bool [N]: heads whose items hold cells that some of their rows do not read, the future apart."""
+    partial = layout.band_count > 0
+    whole = (layout.band_count == 1) & (layout.column_count == 0)
+    if layout.bands.shape[1]:
+        lengths = torch.tensor(layout.starts, device=layout.device).repeat_interleave(layout.heads)
+        full = (layout.bands[:, 0, 0] == 0) & (layout.bands[:, 0, 1] >= layout.kv_len - lengths - 1)
+        partial &= ~(whole & full)
+    if layout.rows % ROWS:
+        partial |= layout.window_count > 0
+    odd_blocks = torch.tensor([size % ROWS != 0 for size in layout.block_size], device=layout.device)
+    return partial | odd_blocks
+
+
+def _items(layout: Layout, table: membership.Tables, first: int, stop: int) -> _Items:
+    """The items of row blocks `first .. stop - 1`: which keys any of their rows reads."""
+    count, length = layout.windows.shape[0], layout.kv_len
+    device = layout.device
+    blocks = torch.arange(first, stop, device=device)
+    place = torch.arange(length, device=device)
+    top = blocks * ROWS
+    need = table.column[:, None, :].repeat(1, len(blocks), 1)
+    if layout.windows.shape[1]:
+        for shift in range(0, ROWS, min(layout.rows, ROWS)):
+            aligned = (top + shift) // layout.rows * layout.rows
+            need |= table.windows_at(aligned[:, None] - place[None, :])
+    if layout.bands.shape[1]:
+        before = torch.nn.functional.pad(table.band.int().cumsum(1), (1, 0))
+        nearest = (top[:, None] - place[None, :]).clamp(0, length)
+        farthest = (top[:, None] + ROWS - place[None, :]).clamp(0, length)
+        need |= before[:, farthest] > before[:, nearest]
+    for head, slot in enumerate(layout.block_slot):
+        if slot >= 0:
+            need[head] |= _block_need(layout, head, first, stop)
+    last_row = torch.tensor([layout.length(b) for b in range(layout.batch)], device=device) - 1
+    last_row = last_row.repeat_interleave(layout.heads)[:, None]
+    newest = torch.minimum(top[None, :] + ROWS - 1, last_row)
+    need &= place <= newest[..., None]
+    first_row = torch.tensor(layout.first_row, device=device).repeat_interleave(layout.heads)[:, None]
+    need &= ((top[None, :] + ROWS > first_row) & (top[None, :] <= last_row))[..., None]
+    need = need.flatten(0, 1)
+    return _Items(
+        head=torch.arange(count, device=device).repeat_interleave(len(blocks)),
+        block=blocks.repeat(count),
+        need=need,
+        size=need.sum(-1),
+    )
+
+
+def _block_need(layout: Layout, head: int, first: int, stop: int) -> torch.Tensor:
+    """bool [stop - first, T]: keys in any listed block of the block rows that touch each row block of one head."""
+    size = layout.block_size[head]
+    need = torch.zeros(stop - first, layout.kv_len, dtype=torch.bool, device=layout.device)
+    low, high = first * ROWS // size, min(-(-stop * ROWS // size), layout.blocks.shape[1])
+    listed = membership.block_rows(layout, head, low, high)
+    keys = torch.arange(layout.kv_len, device=layout.device) // size
+    for block in range(first, stop):
+        rows = listed[block * ROWS // size - low : -(-(block + 1) * ROWS // size) - low]
+        need[block - first] = rows.any(0)[keys]
+    return need
+
+
+def _batches(work: _Items, of_heads: torch.Tensor) -> list[_Items]:
+    """Items of the given heads in batches of similar size, largest first, bounded in scratch memory."""
+    kept = (of_heads[work.head] & (work.size > 0)).nonzero()[:, 0]
+    kept = kept[work.size[kept].argsort(descending=True)]
+    sizes = work.size[kept].tolist()
+    batches, at = [], 0
+    while at < len(sizes):
+        most = max(1, _SCORES // (ROWS * sizes[at]))
+        stop = at + 1
+        while stop < len(sizes) and stop - at < most and sizes[stop] * 4 >= sizes[at] * 3:
+            stop += 1
+        pick = kept[at:stop]
+        batches.append(_Items(work.head[pick], work.block[pick], work.need[pick], work.size[pick]))
+        at = stop
+    return batches
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    table: membership.Tables,
+    scale: float,
+    items: _Items,
+    masked: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """One batch of items: gather, score, mask, softmax, combine, scatter into `out` and `lse`."""
+    device = q.device
+    group = layout.heads // k.shape[1]
+    starts = torch.tensor(layout.starts, device=device)
+    sequence, head = items.head // layout.heads, items.head % layout.heads
+    keys, real = _key_lists(items)
+    own = items.block[:, None] * ROWS + torch.arange(ROWS, device=device)
+    local = own - (layout.kv_len - layout.q_len - starts[sequence])[:, None]
+    valid = (own < (layout.kv_len - starts[sequence])[:, None]) & (local >= 0)
+    rows = local.clamp(0, layout.q_len - 1)
+    queries = q[sequence[:, None], head[:, None], rows].float() * scale
+    at = keys + starts[sequence][:, None]
+    scores = queries @ k[sequence[:, None], (head // group)[:, None], at].float().transpose(-1, -2)
+    allowed = real[:, None, :] & (keys[:, None, :] <= own[..., None])
+    if masked:
+        allowed &= _cells(layout, table, items, own, keys)
+    scores.masked_fill_(~allowed, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    weight = scores.sub_(top.nan_to_num(neginf=0.0)).exp_()
+    total = weight.sum(-1, keepdim=True)
+    values = v[sequence[:, None], (head // group)[:, None], at].float()
+    result = (weight @ values) / total.clamp(min=torch.finfo(torch.float32).tiny)
+    where = (sequence[:, None].expand_as(rows)[valid], head[:, None].expand_as(rows)[valid], rows[valid])
+    out[where] = result[valid].to(out.dtype)
+    lse[where] = (top + total.log())[..., 0][valid]
+
+
+def _key_lists(items: _Items) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [m, most] ascending own key positions of each item, 0 beyond its size, and which entries are real."""
+    most = int(items.size.max())
+    which, position = items.need.nonzero(as_tuple=True)
+    keys = torch.zeros(len(items.size), most, dtype=torch.long, device=items.need.device)
+    offset = items.size.cumsum(0) - items.size
+    keys[which, torch.arange(len(which), device=keys.device) - offset[which]] = position
+    return keys, torch.arange(most, device=keys.device)[None, :] < items.size[:, None]
+
+
+def _cells(
+    layout: Layout, table: membership.Tables, items: _Items, own: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """bool [m, ROWS, keys]: the cells of the items, by look-up."""
+    head = items.head
+    last = layout.kv_len - 1
+    inside = table.column[head[:, None], keys][:, None, :].expand(-1, ROWS, -1)
+    if layout.bands.shape[1]:
+        distance = (own[..., None] - keys[:, None, :]).clamp(0, last)
+        inside = inside | table.band[head[:, None, None], distance]
+    if layout.windows.shape[1]:
+        offset = own[..., None] // layout.rows * layout.rows - keys[:, None, :] + layout.rows - 1
+        inside = inside | table.window[head[:, None, None], offset.clamp(0, table.window.shape[1] - 1)]
+    if any(slot >= 0 for slot in layout.block_slot):
+        inside = inside.clone()
+        for item, number in enumerate(head.tolist()):
+            if layout.block_slot[number] >= 0:
+                size = layout.block_size[number]
+                rows = (own[item] // size).clamp(max=layout.blocks.shape[1] - 1)
+                listed = membership.block_rows(layout, number, int(rows[0]), int(rows[-1]) + 1)
+                inside[item] |= listed[rows - rows[0]][:, keys[item] // size]
+    return inside
