@@ -145,7 +145,8 @@ def _attend_kernel(
     q_d, k_d, v_d, kc_d, vc_d, o_d, lse_ptr, k_ptr, v_ptr, starts_ptr,
     full_ptr, edge_ptr, counts_ptr, cover_ptr, columns_ptr, blocks_ptr, block_count_ptr, slot_ptr, size_ptr,
     window_count_ptr, band_count_ptr, column_count_ptr,
-    q_len, kv_len, kv_heads, blocks, scale, full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap,
+    q_len, kv_len, kv_heads, blocks, row_blocks, scale,
+    full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BOXES: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, ODD_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr, BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +167,7 @@ def _attend_kernel(
         top = tl.full([64], FLOOR, tl.float32)
         total = tl.zeros([64], tl.float32)
         acc = tl.zeros([64, WIDTH], tl.float32)
-        counts_ptr += (wide * blocks + block) * 4
+        counts_ptr += (wide * row_blocks + block) * 4
         cover_ptr += wide * cover_cap
         n_inner = 0
         n_cut = 0
@@ -243,7 +244,7 @@ def _attend_kernel(
                 k = k_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])
                 v = v_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])
                 # Rows before the first key are padding and may hold anything.
-                v = tl.where((columns >= 0)[:, None], v, 0.0)
+                v = tl.where((columns >= 0)[:, None], v, 0.0).to(q.dtype)
                 scores = tl.dot(q, k.T, input_precision=PRECISION)
                 scores = tl.where(keep, scores, float("-inf"))
                 acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
@@ -251,11 +252,11 @@ def _attend_kernel(
             # Gathered columns, minus those that a box already covers.
             n_columns = tl.load(counts_ptr + 3)
             columns_ptr += wide * columns_cap
-            banded = tl.load(band_count_ptr + head) + tl.load(window_count_ptr + head) * (128 // TILE - 1) == 0
-            exact = tl.load(band_count_ptr + head) > 0
-            if TILE == 1:
-                exact = exact | (tl.load(window_count_ptr + head) > 0)
-            exact = exact | banded
+            # Behind a diagonal window and without bands, a column is read by all rows of a block or by none.
+            exact = True
+            if BOXES and TILE == 128:
+                behind = (tl.load(window_count_ptr + head) > 0) & (tl.load(edge_ptr) == 64)
+                exact = (tl.load(band_count_ptr + head) > 0) | (behind == 0)
             for at in tl.range(0, n_columns, COLUMNS, num_stages=STAGES):
                 place = at + tl.arange(0, COLUMNS)
                 column = tl.load(columns_ptr + place, mask=place < n_columns, other=PADDING)
@@ -349,7 +350,7 @@ def attend(
     kv_heads, kv_len, width = k.shape[1], k.shape[2], pad_dim(head_dim)
     use = settings or sparse_settings(width, q.element_size(), _capability(q.device))
     out, lse = _outputs(q, layout.starts, kv_len)
-    blocks = plan.counts.shape[1]
+    blocks = _block_span(q_len, kv_len, 64)
     lines = layout.columns.shape[1] > 0
     sizes = {size for slot, size in zip(layout.block_slot, layout.block_size, strict=True) if slot >= 0}
     listed = layout.blocks.numel() > 0
@@ -360,7 +361,7 @@ def attend(
         plan.full, plan.edge, plan.counts, plan.cover, layout.columns, layout.blocks, layout.block_count,
         device_ints(layout.block_slot, q.device), device_ints(layout.block_size, q.device),
         layout.window_count, layout.band_count, layout.column_count,
-        q_len, kv_len, kv_heads, blocks, scale * LOG2E, plan.full.shape[1], plan.edge.shape[1],
+        q_len, kv_len, kv_heads, blocks, plan.counts.shape[1], scale * LOG2E, plan.full.shape[1], plan.edge.shape[1],
         plan.cover.shape[1], layout.columns.shape[1], layout.blocks.shape[1], layout.blocks.shape[2],
         GROUP=heads // kv_heads, D=head_dim, WIDTH=width, TILE=layout.tile, COLUMNS=use.columns,
         BOXES=layout.windows.shape[1] + layout.bands.shape[1] > 0, LINES=lines,
