@@ -28,27 +28,50 @@ _FLAGS = 2**25
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention and its LSE, in row chunks. q [B, Hq, S, D], k/v [B, Hkv, T, D]; LSE float32 [B, Hq, S]."""
-    batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
+    """Causal attention and its LSE. q [B, Hq, S, D], k/v [B, Hkv, T, D]; LSE float32 [B, Hq, S].
+
+    A whole prompt on the CPU runs in torch's own flash kernel, which returns the LSE too; everything else runs
+    in row chunks.
+    """
     out = torch.zeros_like(q)
-    lse = torch.full((batch, heads, q_len), -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    shift = k.shape[2] - q.shape[2]
     for sequence, start in enumerate(starts):
-        keys, values = k[sequence, :, start:].float(), v[sequence, :, start:].float()
-        first = max(0, kv_len - q_len - start)
-        for row in range(first, kv_len - start, 256):
-            stop = min(row + 256, kv_len - start)
-            local = slice(row - (kv_len - q_len - start), stop - (kv_len - q_len - start))
-            grouped = q[sequence, :, local].float().reshape(kv_heads, -1, dim)
-            scores = (grouped @ keys[:, :stop].transpose(-1, -2)).mul_(scale)
-            tail = scores.view(heads, stop - row, stop)[:, :, row:]
-            tail.masked_fill_(torch.ones(stop - row, stop - row, device=q.device).triu(1).bool(), -torch.inf)
-            top = scores.amax(-1, keepdim=True)
-            weight = scores.sub_(top).exp_()
-            total = weight.sum(-1, keepdim=True)
-            result = (weight @ values[:, :stop]) / total
-            out[sequence, :, local] = result.view(heads, stop - row, dim).to(q.dtype)
-            lse[sequence, :, local] = (top + total.log()).view(heads, stop - row)
+        first = max(0, start - shift)
+        if first >= q.shape[2]:
+            continue
+        part = (q[sequence, :, first:], k[sequence, :, start:], v[sequence, :, start:])
+        whole = shift <= start and q.device.type == "cpu" and q.dtype != torch.float64
+        run = _dense_flash if whole else _dense_rows
+        out[sequence, :, first:], lse[sequence, :, first:] = run(*part, scale)
+    return out, lse
+
+
+def _dense_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence whose rows are all its keys: q [Hq, n, D], k/v [Hkv, n, D]."""
+    group = q.shape[0] // k.shape[0]
+    keys, values = (x.repeat_interleave(group, 0)[None] for x in (k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], keys, values, 0.0, True, scale=scale)
+    return out[0], lse[0]
+
+
+def _dense_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, rows being its last positions: q [Hq, S, D], k/v [Hkv, n, D]."""
+    heads, q_len, dim = q.shape
+    kv_heads, length = k.shape[0], k.shape[1]
+    keys, values = k.float(), v.float()
+    out = torch.empty_like(q)
+    lse = torch.empty(heads, q_len, device=q.device)
+    for first in range(0, q_len, 256):
+        stop = min(first + 256, q_len)
+        end = length - q_len + stop
+        grouped = q[:, first:stop].float().reshape(kv_heads, -1, dim)
+        scores = ((grouped @ keys[:, :end].transpose(-1, -2)) * scale).view(heads, stop - first, end)
+        future = torch.ones(stop - first, stop - first, dtype=torch.bool, device=q.device).triu(1)
+        scores[:, :, end - (stop - first) :].masked_fill_(future, -torch.inf)
+        lse[:, first:stop] = scores.logsumexp(-1)
+        weight = scores.sub_(lse[:, first:stop, None]).exp_().view(kv_heads, -1, end)
+        out[:, first:stop] = (weight @ values[:, :end]).view(heads, stop - first, dim).to(q.dtype)
     return out, lse
 
 
