@@ -106,7 +106,7 @@ def export_foreign(config: HeadConfig, target: str, lossy: bool = False) -> Expo
     if target not in writers:
         raise ConfigError(f"Configs are exported to minference or sglang, got {target[:40]!r}.")
     layers: list[dict[str, ForeignEntry]] = []
-    lost: dict[str, list[str]] = {}
+    lost: dict[str, dict[int, list[int]]] = {}
     for layer, entries in enumerate(config.heads):
         made: dict[str, ForeignEntry] = {}
         for head, entry in enumerate(entries):
@@ -114,13 +114,23 @@ def export_foreign(config: HeadConfig, target: str, lossy: bool = False) -> Expo
             if loss is None and config.estimator != Estimator() and _online(entry.pattern):
                 loss = "another estimator than the last 64 rows"
             if loss is not None:
-                lost.setdefault(loss, []).append(f"layer {layer} head {head}")
+                lost.setdefault(loss, {}).setdefault(layer, []).append(head)
         layers.append(made)
-    notes = tuple(f"{what} ({files.listing(places)})" for what, places in lost.items())
+    notes = tuple(f"{what} ({_places(heads)})" for what, heads in lost.items())
     if notes and not lossy:
         label = "MInference" if target == "minference" else "SGLang (0.5.19 and earlier)"
         raise ConfigError(f"{label} cannot express: {'; '.join(notes)}. Give --lossy to write the nearest it can.")
     return Export(layers, notes)
+
+
+def _places(heads: dict[int, list[int]]) -> str:
+    """`layer 0 heads 3, 5; layer 2 head 1`, every head of up to 12 layers by number."""
+    texts = [
+        f"layer {layer} head{'s' if len(found) > 1 else ''} {files.listing(found, 64)}"
+        for layer, found in heads.items()
+    ]
+    rest = sum(len(found) for found in list(heads.values())[12:])
+    return "; ".join(texts[:12]) + (f"; {rest} more heads in later layers" if rest else "")
 
 
 def import_pattern(source: str, kind: str, first: int, second: int) -> Pattern:
