@@ -84,7 +84,7 @@ def _place(blocks, kv_heads, GROUP: tl.constexpr, BY_BLOCK: tl.constexpr):
     return flat // kv_heads, flat % kv_heads, member, back
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("q_len", "kv_len", "kv_heads", "blocks"))
 def _dense_kernel(
     q_d, k_d, v_d, o_d, lse_ptr, starts_ptr, q_len, kv_len, kv_heads, blocks, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -123,8 +123,11 @@ def _dense_kernel(
 
 
 @triton.jit
-def _taken(cover_ptr, rows, columns, flags, TILE: tl.constexpr):
-    """Cells [R, C] (0 or 1) that windows (flags 1), windows and bands (2), or those and columns (3) hold already."""
+def _taken(cover_ptr, rows, columns, newest, flags, TILE: tl.constexpr):
+    """Cells [R, C] (0 or 1) that windows (flags 1), windows and bands (2), or those and columns (3) hold already.
+
+    Columns beyond `newest`, the block's last row, are not looked up.
+    """
     distance = rows[:, None] - columns[None, :]
     if TILE == 128:
         offset = (rows // 64 * 64)[:, None] - columns[None, :]
@@ -135,19 +138,24 @@ def _taken(cover_ptr, rows, columns, flags, TILE: tl.constexpr):
     if flags > 1:
         taken |= tl.load(cover_ptr + 64 + distance, mask=inside, other=0).to(tl.int32) & 2
     if flags > 2:
-        chosen = tl.load(cover_ptr + 64 + columns, mask=columns >= 0, other=0).to(tl.int32) & 4
+        chosen = tl.load(cover_ptr + 64 + columns, mask=(columns >= 0) & (columns <= newest), other=0).to(tl.int32) & 4
         taken |= chosen[None, :]
     return taken
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "q_len", "kv_len", "kv_heads", "blocks", "row_blocks", "full_cap", "edge_cap", "cover_cap", "columns_cap",
+        "block_rows", "block_cap", "head_dim",
+    )
+)  # fmt: skip
 def _attend_kernel(
     q_d, k_d, v_d, kc_d, vc_d, o_d, lse_ptr, k_ptr, v_ptr, starts_ptr,
     full_ptr, edge_ptr, counts_ptr, cover_ptr, columns_ptr, blocks_ptr, block_count_ptr, slot_ptr, size_ptr,
     window_count_ptr, band_count_ptr, column_count_ptr,
     q_len, kv_len, kv_heads, blocks, row_blocks, scale,
-    full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap, head_dim,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BOXES: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, ODD_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr, BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +248,7 @@ def _attend_kernel(
                 keep = (distance >= lo) & (distance <= hi) & (columns >= 0)[None, :]
                 if OVERLAPS:
                     if check > 0:
-                        keep = keep & (_taken(cover_ptr, rows, columns, check, TILE) == 0)
+                        keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, check, TILE) == 0)
                 k = k_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])
                 v = v_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])
                 # Rows before the first key are padding and may hold anything.
@@ -257,7 +265,7 @@ def _attend_kernel(
             if BOXES and TILE == 128:
                 behind = (tl.load(window_count_ptr + head) > 0) & (tl.load(edge_ptr) == 64)
                 exact = (tl.load(band_count_ptr + head) > 0) | (behind == 0)
-            for at in tl.range(0, n_columns, COLUMNS, num_stages=STAGES):
+            for at in tl.range(0, n_columns, COLUMNS, num_stages=STAGES - 1 if STAGES > 2 else STAGES):
                 place = at + tl.arange(0, COLUMNS)
                 column = tl.load(columns_ptr + place, mask=place < n_columns, other=PADDING)
                 offset = r0 - column
@@ -295,9 +303,9 @@ def _attend_kernel(
                         keep = mine[:, None] & (rows[:, None] >= columns[None, :])
                         real = columns <= r0 + 63
                         if OVERLAPS:
-                            keep = keep & (_taken(cover_ptr, rows, columns, 3, TILE) == 0)
-                        source = (kv_head.to(tl.int64) * kv_len + start + columns)[:, None] * D + dim[None, :]
-                        inside = real[:, None] & (dim < D)[None, :] & (start + columns < kv_len)[:, None]
+                            keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, 3, TILE) == 0)
+                        source = (kv_head.to(tl.int64) * kv_len + start + columns)[:, None] * head_dim + dim[None, :]
+                        inside = real[:, None] & (dim < head_dim)[None, :] & (start + columns < kv_len)[:, None]
                         k = tl.load(k_ptr + source, mask=inside, other=0.0)
                         v = tl.load(v_ptr + source, mask=inside, other=0.0)
                         scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -363,7 +371,7 @@ def attend(
         layout.window_count, layout.band_count, layout.column_count,
         q_len, kv_len, kv_heads, blocks, plan.counts.shape[1], scale * LOG2E, plan.full.shape[1], plan.edge.shape[1],
         plan.cover.shape[1], layout.columns.shape[1], layout.blocks.shape[1], layout.blocks.shape[2],
-        GROUP=heads // kv_heads, D=head_dim, WIDTH=width, TILE=layout.tile, COLUMNS=use.columns,
+        head_dim, GROUP=heads // kv_heads, WIDTH=width, TILE=layout.tile, COLUMNS=use.columns,
         BOXES=layout.windows.shape[1] + layout.bands.shape[1] > 0, LINES=lines,
         BLOCKS=listed and any(size % 64 == 0 for size in sizes),
         ODD_BLOCKS=listed and any(size % 64 != 0 for size in sizes),

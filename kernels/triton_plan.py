@@ -50,7 +50,7 @@ class Plan:
     cover: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("windows_cap", "bands_cap", "full_cap", "edge_cap"))
 def _boxes_kernel(
     windows_ptr, window_count_ptr, bands_ptr, band_count_ptr, lengths_ptr, full_ptr, edge_ptr, sizes_ptr,
     windows_cap, bands_cap, full_cap, edge_cap, TILE: tl.constexpr,
@@ -125,7 +125,11 @@ def _store_edge(edge_ptr, place, delta, lo, hi, check, mask):
     tl.store(edge_ptr + place * 4 + 3, lo * 0 + check, mask=mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "full_cap", "edge_cap", "columns_cap", "row_blocks", "full_steps", "edge_steps", "column_steps"
+    )
+)
 def _counts_kernel(
     full_ptr, edge_ptr, sizes_ptr, columns_ptr, column_count_ptr, band_count_ptr, window_count_ptr, counts_ptr,
     full_cap, edge_cap, columns_cap, row_blocks, full_steps, edge_steps, column_steps, TILE: tl.constexpr,
@@ -152,7 +156,11 @@ def _counts_kernel(
     tl.store(out + 3, columns, mask=real)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "windows_cap", "bands_cap", "columns_cap", "size", "window_steps", "band_steps", "column_steps"
+    )
+)
 def _cover_kernel(
     windows_ptr, window_count_ptr, bands_ptr, band_count_ptr, columns_ptr, column_count_ptr, cover_ptr,
     windows_cap, bands_cap, columns_cap, size, window_steps, band_steps, column_steps,
@@ -190,7 +198,7 @@ def _cover_kernel(
     tl.store(cover_ptr + head * size + place, flags.to(tl.uint8), mask=place < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("kv_len", "columns_cap", "heads", "group"))
 def _compact_kernel(
     k_ptr, v_ptr, columns_ptr, column_count_ptr, starts_ptr, kc_ptr, vc_ptr, kv_len, columns_cap, heads, group,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -212,7 +220,7 @@ def _compact_kernel(
     tl.store(vc_ptr + target, tl.load(v_ptr + source, mask=some, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("size", "columns_cap", "words", "row_blocks"))
 def _keep_kernel(
     cover_ptr, columns_ptr, column_count_ptr, any_ptr, all_ptr, size, columns_cap, words, row_blocks,
     TILE: tl.constexpr, WORDS: tl.constexpr,
