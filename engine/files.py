@@ -113,7 +113,7 @@ def read_bytes(
                 raise error(f"{source} is not an ordinary file.")
             raw = handle.read(limit + 1)
     except FileNotFoundError as problem:
-        raise error(f"There is no file {source}.") from problem
+        raise error(f"There is no file {str(source)[:400]}.") from problem
     except (OSError, ValueError) as problem:
         reason = _short(getattr(problem, "strerror", None) or problem)
         raise error(f"Could not read {str(source)[:200]}: {reason}.") from problem

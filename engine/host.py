@@ -63,7 +63,7 @@ class HostProfile:
     def load(cls, path: str | os.PathLike[str] | None = None) -> HostProfile:
         """Read the profile of this machine, empty if there is none. A `path` that is given must be there."""
         source = default_path() if path is None else Path(path)
-        if path is None and not source.exists():
+        if path is None and not os.path.exists(source):
             return cls()
         value = files.read_json(source)
         try:

@@ -98,7 +98,7 @@ def read_prompt(source: str | os.PathLike[str]) -> str:
     `PromptError` with one sentence for what is missing, empty, blank, binary, not UTF-8, or above 64 MiB.
     """
     path = Path(source)
-    if not path.exists() and path.suffix in ("", ".txt") and len(path.parts) <= 2:
+    if not os.path.exists(path) and path.suffix in ("", ".txt") and len(path.parts) <= 2:
         samples = {sample.name: sample.path for sample in list_prompts()}
         if path.stem in samples and (len(path.parts) == 1 or path.parts[0] == FOLDER.name):
             path = samples[path.stem]
@@ -111,9 +111,12 @@ def read_prompt(source: str | os.PathLike[str]) -> str:
 def read_folder(folder: str | os.PathLike[str]) -> dict[str, str]:
     """The prompts of a folder's .txt and .md files by file name, sorted; `PromptError` names the first bad one."""
     home = Path(folder)
-    if not home.is_dir():
-        raise PromptError(f"{home} is not a folder; give one with .txt files.")
-    paths = sorted(path for path in home.iterdir() if path.suffix in (".txt", ".md") and path.is_file())
+    if not os.path.isdir(home):
+        raise PromptError(f"{str(home)[:200]} is not a folder; give one with .txt files.")
+    try:
+        paths = sorted(path for path in home.iterdir() if path.suffix in (".txt", ".md") and path.is_file())
+    except OSError as problem:
+        raise PromptError(f"Could not read the folder {home}: {problem.strerror}.") from problem
     if not paths:
         raise PromptError(f"{home} holds no .txt files.")
     return {path.name: read_prompt(path) for path in paths}
