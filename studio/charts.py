@@ -31,20 +31,22 @@ CONFIG = {
 """Plotly's own settings, the same for every figure."""
 
 
-def layout(figure: go.Figure, theme: Theme, title: str, height: int, **axes: object) -> go.Figure:
+def layout(
+    figure: go.Figure, theme: Theme, title: str, height: int, *, legend: bool = True, **axes: object
+) -> go.Figure:
     """The common look: quiet axes, the title at the left, nothing that moves between renders."""
     figure.update_layout(
         title={"text": title, "font": {"size": 14, "color": theme.ink}, "x": 0, "xanchor": "left", "xref": "paper",
-               "y": 0.985, "yanchor": "top"},
+               "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 10}},
         height=height,
-        margin={"l": 8, "r": 8, "t": 40, "b": 8},
+        margin={"l": 8, "r": 8, "t": 62 if legend else 38, "b": 8},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": "Source Sans, Source Sans 3, sans-serif", "size": 12, "color": theme.faint},
         hoverlabel={"bgcolor": theme.panel, "bordercolor": theme.grid, "font": {"color": theme.ink, "size": 12}},
         dragmode=False,
         transition={"duration": 0},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.14, "x": 0, "font": {"color": theme.faint},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "font": {"color": theme.faint, "size": 11},
                 "itemclick": False, "itemdoubleclick": False},
         uirevision="keep",
         **axes,
@@ -117,7 +119,6 @@ def overview(
     layout(figure, theme, f"{metric}, every head", min(860, max(320, 120 + 19 * layers)), clickmode="event+select")
     figure.update_xaxes(title="head (query head of the layer)", range=[-0.5, heads - 0.5], dtick=max(1, heads // 16))
     figure.update_yaxes(title="layer", range=[layers - 0.5, -0.5], dtick=max(1, layers // 15))
-    figure.update_layout(legend={"y": -0.1 if layers > 12 else -0.24})
     return figure
 
 
@@ -173,7 +174,7 @@ def pooled_map(
     z = np.log10(shares) if logarithmic else shares
     low, high = (float(np.log10(MASS_FLOOR)), 0.0) if logarithmic else (0.0, max(top, 1e-6))
     ticks = [-4, -3, -2, -1, 0] if logarithmic else [0, high / 2, high]
-    names = ["≤ 0.01 %", "0.1 %", "1 %", "10 %", "100 %"] if logarithmic else [percent(tick) for tick in ticks]
+    names = ["≤0.01 %", "0.1 %", "1 %", "10 %", "100 %"] if logarithmic else [percent(tick) for tick in ticks]
     rows, columns = _centres(row_edges), _centres(column_edges)
     extra = "" if computed is None else "<br>computed: %{customdata[1]:.0%} of its pairs"
     layers = [values] if computed is None else [values, computed]
@@ -181,8 +182,9 @@ def pooled_map(
         go.Heatmap(
             x=columns, y=rows, z=z.astype(np.float32), zmin=low, zmax=high, colorscale=theme.mass_scale,
             customdata=np.dstack([np.nan_to_num(layer) for layer in layers]).astype(np.float32), hoverongaps=False,
-            hovertemplate="query ~%{y:.0f}, key ~%{x:.0f}<br>%{customdata[0]:.3%} of the row" + extra + "<extra></extra>",
-            colorbar={"thickness": 8, "tickvals": ticks, "ticktext": names, "outlinewidth": 0, "x": 1.01,
+            hovertemplate=f"query ~%{{y:.0f}}, key ~%{{x:.0f}}<br>%{{customdata[0]:.3%}} of the row{extra}<extra></extra>",
+            colorbar={"orientation": "h", "thickness": 6, "len": 1.0, "x": 0.5, "y": -0.24, "yanchor": "top",
+                      "tickvals": ticks, "ticktext": names, "outlinewidth": 0, "ticklen": 2,
                       "tickfont": {"size": 10, "color": theme.faint}},
         )
     )  # fmt: skip
@@ -190,7 +192,7 @@ def pooled_map(
         away = np.where(np.isnan(computed), np.nan, 1.0 - computed)
         figure.add_heatmap(
             x=columns, y=rows, z=away.astype(np.float32), zmin=0, zmax=1, showscale=False, hoverinfo="skip",
-            colorscale=[[0, "rgba(232,133,58,0)"], [0.5, "rgba(232,133,58,0.34)"], [1, "rgba(232,133,58,0.62)"]],
+            colorscale=[[0, "rgba(232,133,58,0)"], [0.5, "rgba(232,133,58,0.28)"], [1, "rgba(232,133,58,0.5)"]],
         )  # fmt: skip
     if marked:
         queries, keys = zip(*marked, strict=True)
@@ -198,7 +200,7 @@ def pooled_map(
             x=list(keys), y=list(queries), mode="markers", hoverinfo="skip", showlegend=False,
             marker={"symbol": "circle-open", "size": 9, "color": theme.missed, "line": {"width": 1.6}},
         )  # fmt: skip
-    layout(figure, theme, title, height)
+    layout(figure, theme, title, height, legend=False)
     figure.update_xaxes(title="key position (token)", range=[column_edges[0], column_edges[-1]], nticks=5)
     figure.update_yaxes(title="query position (token)", range=[row_edges[-1], row_edges[0]], nticks=6)
     return figure
@@ -241,12 +243,13 @@ def missed_along(
     if before is not None:
         figure.add_scatter(x=x, y=np.add.reduceat(before, starts) / spans, mode="lines", name="before the edit",
                            hoverinfo="skip", line={"color": theme.faint, "width": 1.5, "dash": "dash"})  # fmt: skip
-    layout(figure, theme, title, 230, hovermode="x")
+    layout(figure, theme, title, 250, hovermode="x")
     top = float(max(worst.max(), 0.0 if before is None else before.max(), 0.01))
     figure.update_xaxes(title="query position (token)", range=[row_edges[0], row_edges[-1]])
-    figure.update_yaxes(title="missed share", range=[0, min(1.02, top * 1.08)], tickformat=".0%" if top > 0.05 else ".1%",
-                        nticks=5, showgrid=True, gridcolor=theme.grid)  # fmt: skip
-    figure.update_layout(legend={"y": -0.34})
+    figure.update_yaxes(
+        title="missed share", range=[0, min(1.02, top * 1.08)], tickformat=".0%" if top > 0.05 else ".1%", nticks=5,
+        showgrid=True, gridcolor=theme.grid,
+    )  # fmt: skip
     return figure
 
 
@@ -267,7 +270,6 @@ def areas(values: Sequence[int], theme: Theme) -> go.Figure:
     layout(figure, theme, "What a kernel touches, in query-key pairs", 165, barmode="stack", bargap=0.1)
     figure.update_xaxes(title="pairs", tickformat="~s", range=[0, total])
     figure.update_yaxes(visible=False)
-    figure.update_layout(legend={"y": -0.75})
     return figure
 
 
@@ -302,7 +304,6 @@ def trade_off(
         figure.update_xaxes(title="computed share of the causal pairs", tickformat=".0%", rangemode="tozero")
     figure.update_yaxes(title="missed mass, mean", tickformat=".0%", rangemode="tozero", showgrid=True,
                         gridcolor=theme.grid)  # fmt: skip
-    figure.update_layout(legend={"y": -0.2})
     return figure
 
 
@@ -318,10 +319,26 @@ def by_layer(isolated: Sequence[float], in_situ: Sequence[float], theme: Theme) 
     figure.update_xaxes(title="layer", dtick=max(1, len(layers) // 15))
     figure.update_yaxes(title="missed mass, mean of heads", tickformat=".1%", rangemode="tozero", showgrid=True,
                         gridcolor=theme.grid)  # fmt: skip
-    figure.update_layout(legend={"y": -0.28})
     return figure
 
 
 def figure_bytes(figure: go.Figure) -> int:
     """The size of what a browser receives for a figure."""
     return len(figure.to_json())
+
+
+def loss_steps(steps: Sequence[float], names: Sequence[str], theme: Theme) -> go.Figure:
+    """Missed mass in steps that add up to the whole, shown as they are: a step may be negative."""
+    figure = go.Figure(
+        go.Waterfall(
+            x=[*names, "missed in all"], y=[*steps, sum(steps)], measure=["relative"] * len(steps) + ["total"],
+            text=[percent(step) for step in (*steps, sum(steps))], textposition="outside", cliponaxis=False,
+            increasing={"marker": {"color": theme.wash}}, decreasing={"marker": {"color": theme.mass[3]}},
+            totals={"marker": {"color": theme.missed}}, connector={"line": {"color": theme.grid, "width": 1}},
+            hovertemplate="%{x}: %{text}<extra></extra>",
+        )
+    )  # fmt: skip
+    layout(figure, theme, "Where the loss comes from", 290, legend=False, showlegend=False)
+    figure.update_xaxes(title="step, each at the same number of requested cells")
+    figure.update_yaxes(title="missed mass, mean", tickformat=".0%", showgrid=True, gridcolor=theme.grid)
+    return figure

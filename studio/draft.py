@@ -78,7 +78,10 @@ class Draft:
             if edit.base is not None:
                 then = [list(row) for row in now]
         return frozenset(
-            (layer, head) for layer, row in enumerate(now) for head, pattern in enumerate(row) if pattern != then[layer][head]
+            (layer, head)
+            for layer, row in enumerate(now)
+            for head, pattern in enumerate(row)
+            if pattern != then[layer][head]
         )
 
     def edited(self, label: str, heads: Iterable[Head], pattern: Pattern) -> Draft:

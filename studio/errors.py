@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from headscope.engine.errors import Cancelled, HeadscopeError
 
-__all__ = ["Busy", "Cancelled", "HeadscopeError", "StoreCorrupt", "StoreError", "StoreLocked", "StoreReadOnly", "StoreTooNew"]
+__all__ = [
+    "Busy",
+    "Cancelled",
+    "HeadscopeError",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreLocked",
+    "StoreReadOnly",
+    "StoreTooNew",
+]
 
 
 class StoreError(HeadscopeError):
@@ -29,4 +38,3 @@ class StoreTooNew(StoreError):
 
 class Busy(HeadscopeError):
     """The device is taken by another run."""
-

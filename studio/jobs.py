@@ -241,4 +241,6 @@ def sentence(error: BaseException) -> str:
         frame = frame.tb_next
     where = f"{frame.tb_frame.f_code.co_name}:{frame.tb_lineno}" if frame is not None else "unknown place"
     log.error("unexpected %s in %s", type(error).__name__, where)
-    return f"Something unexpected went wrong ({type(error).__name__} in {where}): nothing was lost, you can run it again."
+    return (
+        f"Something unexpected went wrong ({type(error).__name__} in {where}): nothing was lost, you can run it again."
+    )

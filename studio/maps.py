@@ -1,21 +1,30 @@
 """The three pictures of a head: where its attention goes, what a layout computes of it, and what is missed.
 
-Exact sums over every cell of a crop, pooled to a small grid, a few rows at a time: memory is linear in the
-length. The rows' own missed mass and the largest missed cells come from the same pass.
+The grids come from the engine's exact pooled sums; memory is linear in the length. The largest missed cells and
+the distances of what is missed come from a few whole rows, which are exact for those rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from headscope.engine import mass
+from headscope.engine.index import Index
 from headscope.kernels import membership
 from headscope.kernels.layout import Layout
 
-CHUNK_CELLS = 2**22
-"""Cells of one head held at a time (16 MiB in float32)."""
+WORST_ROWS = 192
+"""Rows, those that miss most, that are searched for the largest missed cells."""
+
+SPREAD_ROWS = 128
+"""Evenly spread rows from which the distances of what is missed are taken."""
+
+NEAR, FAR = 64, 256
+"""Tokens back: nearer than NEAR is near, FAR or more is far."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,8 @@ class HeadMaps:
     """Pooled maps of one head over own rows and columns; grids are float32 [rows, columns], NaN where not causal.
 
     `dense` and `missed` hold the share of a row's probability that falls in the cell, averaged over the cell's
-    rows. `computed` is the share of the cell's causal pairs that the layout computes. `row_missed` [rows of the
-    crop] is each row's missed mass over all its keys. `by_distance` holds (upper distance, missed share) bins.
+    rows. `computed` is the share of the cell's causal pairs that the layout computes. `near` and `far` are
+    shares of the missed mass less than 64 and at least 256 tokens back, from evenly spread rows.
     """
 
     row_edges: tuple[int, ...]
@@ -41,12 +50,9 @@ class HeadMaps:
     dense: np.ndarray
     computed: np.ndarray
     missed: np.ndarray
-    row_missed: np.ndarray
     places: tuple[Place, ...]
-    by_distance: tuple[tuple[int, float], ...]
-
-
-DISTANCE_BINS = (16, 64, 256, 1024, 4096, 16384, 2**30)
+    near: float
+    far: float
 
 
 def edges(first: int, stop: int, cells: int) -> tuple[int, ...]:
@@ -59,59 +65,52 @@ def head_maps(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    layout: Layout,
-    scale: float,
+    index: Index,
+    missed: torch.Tensor,
     *,
     rows: tuple[int, int] | None = None,
     columns: tuple[int, int] | None = None,
     cells: int = 128,
     places: int = 12,
 ) -> HeadMaps:
-    """Maps of one head of one unpadded sequence: q [S, D], k [T, D], dense lse [S], layout of that head alone.
+    """Maps of one head of one unpadded sequence.
 
-    `rows` and `columns` are half-open ranges of own positions, clipped to what exists.
+    q [1, 1, S, D], k [1, 1, T, D], dense lse [1, 1, S], the index of that head alone, missed [S] per row.
+    `rows` and `columns` are half-open ranges of own positions, clipped to what exists; ValueError if none does.
     """
-    length, query_rows = k.shape[0], q.shape[0]
+    length, query_rows = k.shape[2], q.shape[2]
     first = length - query_rows
-    r0, r1 = _clip(rows, first, length)
-    c0, c1 = _clip(columns, 0, length)
-    row_edges, column_edges = edges(r0, r1, cells), edges(c0, c1, cells)
-    grids = torch.zeros(4, len(row_edges) - 1, c1 - c0, dtype=torch.float32)
-    row_missed = torch.zeros(r1 - r0)
-    table = membership.tables(layout)
-    row_bins = np.searchsorted(np.asarray(row_edges[1:]), np.arange(r0, r1), side="right")
-    keys, found = k.float(), [torch.empty(3, 0)]
-    bins = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64)
-    bounds = torch.tensor(DISTANCE_BINS, device=k.device)
-    step = max(1, CHUNK_CELLS // length)
-    for start in range(r0, r1, step):
-        own = torch.arange(start, min(start + step, r1), device=q.device)
-        probabilities, inside, distance = _chunk(q, keys, lse, layout, table, scale, own, first)
-        missed = probabilities.masked_fill(inside, 0.0)
-        row_missed[start - r0 : start - r0 + len(own)] = missed.sum(1).cpu()
-        bins += _by_distance(missed, distance, bounds)
-        found.append(_largest(missed, own, places))
-        causal = distance[:, c0:c1] >= 0
-        layers = (probabilities[:, c0:c1], missed[:, c0:c1], inside[:, c0:c1].float(), causal.float())
-        target = torch.from_numpy(row_bins[start - r0 : start - r0 + len(own)])
-        for index, layer in enumerate(layers):
-            grids[index].index_add_(0, target, layer.cpu())
-    dense, lost, computed, causal_pairs = (_pool_columns(grid, column_edges) for grid in grids.numpy())
-    spans = np.diff(np.asarray(row_edges)).astype(np.float32)[:, None]
-    void = causal_pairs == 0
-    share = np.divide(computed, causal_pairs, out=np.zeros_like(computed), where=~void)
-    best = torch.cat(found, dim=1)
-    order = best[2].argsort(descending=True)[:places].tolist()
+    span = {"rows": _clip(rows, first, length), "cols": _clip(columns, 0, length)}
+    row_edges, column_edges = edges(*span["rows"], cells), edges(*span["cols"], cells)
+    shape = (len(row_edges) - 1, len(column_edges) - 1)
+    dense = mass.pooled_map(q, k, lse, scale=index.scale, shape=shape, **span)[0, 0].cpu().numpy()
+    kept = mass.pooled_map(q, k, lse, scale=index.scale, shape=shape, index=index, **span)[0, 0].cpu().numpy()
+    covered = mass.coverage_map(index, shape=shape, **span)[0, 0].cpu().numpy()
+    causal = causal_pairs(row_edges, column_edges)
+    void = causal == 0
+    share = np.divide(covered, causal, out=np.zeros(shape), where=~void)
+    spans = np.diff(np.asarray(row_edges))[:, None]
+    probe = _rows_of(q, k, lse, index.computed, index.scale)
+    near, far = _distances(probe, first, length)
     return HeadMaps(
         row_edges,
         column_edges,
         _blank(dense / spans, void),
         _blank(share, void),
-        _blank(lost / spans, void),
-        row_missed.clamp_(0.0, 1.0).numpy(),
-        tuple(Place(int(best[0, i]), int(best[1, i]), float(best[2, i])) for i in order if best[2, i] > 0),
-        tuple((bound, float(value) / max(1, r1 - r0)) for bound, value in zip(DISTANCE_BINS, bins, strict=True)),
+        _blank(np.maximum(dense - kept, 0.0) / spans, void),
+        _places(probe, missed, first, places),
+        near,
+        far,
     )
+
+
+def causal_pairs(row_edges: tuple[int, ...], column_edges: tuple[int, ...]) -> np.ndarray:
+    """float64 [rows, columns]: causal pairs in each cell of a grid."""
+    rows = np.arange(row_edges[0], row_edges[-1])
+    limits = np.asarray(column_edges)
+    upto = np.clip(rows[:, None] + 1 - limits[None, :], 0, None)  # keys of a row at or after each limit
+    per_row = upto[:, :-1] - upto[:, 1:]
+    return np.add.reduceat(per_row, np.asarray(row_edges[:-1]) - row_edges[0], axis=0).astype(np.float64)
 
 
 def _clip(span: tuple[int, int] | None, least: int, most: int) -> tuple[int, int]:
@@ -121,50 +120,50 @@ def _clip(span: tuple[int, int] | None, least: int, most: int) -> tuple[int, int
     return low, high
 
 
-def _chunk(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    lse: torch.Tensor,
-    layout: Layout,
-    table: membership.Tables,
-    scale: float,
-    own: torch.Tensor,
-    first: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Probabilities, membership and distances of some rows against all keys, each [rows, T]."""
-    length = keys.shape[0]
-    cols = torch.arange(length, device=keys.device)
-    distance = own[:, None] - cols[None, :]
-    scores = (q[own - first].float() @ keys.T) * scale - lse[own - first, None].float()
-    probabilities = scores.exp_().masked_fill_(distance < 0, 0.0)
-    top = own.div(layout.rows, rounding_mode="floor") * layout.rows
-    inside = table.windows_at(top[:, None] - cols[None, :])[0]
-    inside |= table.band[0][distance.clamp(min=0)]
-    inside |= table.column[0][None, :]
-    if layout.block_slot[0] >= 0:
-        size = layout.block_size[0]
-        low, high = int(own[0]) // size, int(own[-1]) // size + 1
-        listed = membership.block_rows(layout, 0, low, high)
-        inside |= listed[own // size - low][:, cols // size]
-    return probabilities, inside & (distance >= 0), distance
+def _rows_of(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, layout: Layout, scale: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from own positions [r] to their missed probabilities float32 [r, T]."""
+    table = membership.tables(layout)
+    length = k.shape[2]
+    first = length - q.shape[2]
+    keys, columns = k[0, 0].float(), torch.arange(length, device=k.device)
+
+    def missed(own: torch.Tensor) -> torch.Tensor:
+        own = own.to(k.device)
+        local = own - first
+        weight = ((q[0, 0, local].float() @ keys.T) * scale - lse[0, 0, local, None].float()).exp_()
+        weight = weight.masked_fill_(columns[None, :] > own[:, None], 0.0)
+        return weight.masked_fill_(membership.cells(layout, table, slice(0, 1), own, columns)[0], 0.0)
+
+    return missed
 
 
-def _by_distance(missed: torch.Tensor, distance: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Missed mass summed into `DISTANCE_BINS`; a distance belongs to the first bin whose bound exceeds it."""
-    upto = torch.stack([missed.masked_fill(distance >= bound, 0.0).sum(dtype=torch.float64) for bound in bounds])
-    return torch.diff(upto, prepend=upto.new_zeros(1)).cpu()
+def _distances(probe: Callable[[torch.Tensor], torch.Tensor], first: int, length: int) -> tuple[float, float]:
+    """Shares of the missed mass that are near and far, over evenly spread rows; 0 and 0 if nothing is missed."""
+    total = near = far = 0.0
+    own = torch.linspace(first, length - 1, min(SPREAD_ROWS, length - first)).long().unique()
+    for part in own.split(32):
+        lost = probe(part).cpu()
+        distance = part[:, None] - torch.arange(lost.shape[1])[None, :]
+        total += float(lost.sum())
+        near += float(lost[distance < NEAR].sum())
+        far += float(lost[distance >= FAR].sum())
+    return (near / total, far / total) if total > 1e-6 else (0.0, 0.0)
 
 
-def _largest(missed: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-    """[3, count]: query, key and probability of the largest missed cells, at most one a row."""
-    value, key = missed.max(dim=1)
-    top = value.topk(min(count, len(value)))
-    return torch.stack([own[top.indices].float(), key[top.indices].float(), top.values]).cpu()
-
-
-def _pool_columns(grid: np.ndarray, column_edges: tuple[int, ...]) -> np.ndarray:
-    starts = np.asarray(column_edges[:-1]) - column_edges[0]
-    return np.add.reduceat(grid, starts, axis=1)
+def _places(
+    probe: Callable[[torch.Tensor], torch.Tensor], missed: torch.Tensor, first: int, count: int
+) -> tuple[Place, ...]:
+    """The largest missed cells, at most one a row, among the rows that miss most."""
+    worst = missed.cpu().topk(min(WORST_ROWS, missed.shape[0])).indices + first
+    found: list[Place] = []
+    for part in worst.split(32):
+        lost = probe(part)
+        value, key = lost.max(dim=1)
+        found += [Place(*cell) for cell in zip(part.tolist(), key.tolist(), value.tolist(), strict=True)]
+    found.sort(key=lambda place: (-place.probability, place.query))
+    return tuple(place for place in found[:count] if place.probability > 1e-5)
 
 
 def _blank(values: np.ndarray, void: np.ndarray) -> np.ndarray:

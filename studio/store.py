@@ -304,7 +304,9 @@ def _open(path: Path | None) -> duckdb.DuckDBPyConnection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreReadOnly(f"The folder {path.parent} cannot be made, so set HEADSCOPE_DB to a file elsewhere.") from error
+        raise StoreReadOnly(
+            f"The folder {path.parent} cannot be made, so set HEADSCOPE_DB to a file elsewhere."
+        ) from error
     try:
         connection = duckdb.connect(str(path))
     except duckdb.Error as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 
 
@@ -45,6 +46,11 @@ def count(value: int, one: str, many: str | None = None) -> str:
 def inert(text: str) -> str:
     """Text that plotly shows as it is: hover labels otherwise read tags."""
     return html.escape(text, quote=False)
+
+
+def plain_markdown(text: str) -> str:
+    """A sentence for a message box, with everything that markdown would read taken as text."""
+    return re.sub(r"([\\`*_{}\[\]()<>#+\-.!|$~:])", r"\\\1", text)
 
 
 def excerpt(tokens: Sequence[str], position: int, before: int = 7, after: int = 0) -> str:

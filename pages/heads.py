@@ -1,0 +1,179 @@
+"""Which heads lose what on this prompt, and where."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import streamlit as st
+
+from headscope.engine.errors import HeadscopeError
+from headscope.studio import charts, setup, state, widgets, words
+from headscope.studio.draft import Draft
+from headscope.studio.jobs import sentence
+from headscope.studio.lab import QUICK_HEADS, Lab
+from headscope.studio.panels import more_about
+from headscope.studio.results import METRICS, HeadDetail, Run
+from headscope.studio.state import View
+
+
+def main() -> None:
+    held, seen = widgets.page("Heads")
+    ended = widgets.finished(held, seen)
+    if ended is not None and ended.kind == "run":
+        seen.run_id, seen.extra["fresh"] = ended.result, True
+    run = state.current_run(held, seen)
+    state.keep_link(seen, run)
+    if run is None:
+        setup.first_visit(held, seen)
+        return
+    draft = state.draft_of(held, seen.session, run.facts)
+    widgets.strip(run, draft)
+    with st.expander("Another prompt or model", icon=":material/edit_note:"):
+        setup.choose(held, seen)
+    widgets.progress(held, seen)
+    results(held, seen, run, draft)
+
+
+def results(held: Lab, seen: View, run: Run, draft: Draft) -> None:
+    """The overview and the head that it is opened on."""
+    grid = held.grid(run.id, draft.patterns)
+    missing = [
+        (layer, head, draft.patterns[layer][head])
+        for layer, row in enumerate(grid)
+        for head, one in enumerate(row)
+        if one is None
+    ]
+    if missing and len(missing) <= QUICK_HEADS:
+        try:
+            held.worker.quick(lambda: held.measure(run, missing))
+        except HeadscopeError as error:
+            st.error(words.plain_markdown(str(error)))
+        grid = held.grid(run.id, draft.patterns)
+    elif missing:
+        setup.measure_missing(held, seen, run, missing)
+    values = widgets.metric_grid(grid, seen.metric)
+    if seen.extra.pop("fresh", False):
+        seen.go(*state.worst_order(widgets.metric_grid(grid, "missed_mass_mean"))[0])
+        state.keep_link(seen, run)
+    left, right = st.columns([5, 8], gap="large")
+    with left:
+        overview(seen, run, draft, values, grid)
+    with right:
+        head(held, seen, run, draft, values)
+
+
+def overview(seen: View, run: Run, draft: Draft, values: list[list[float]], grid: list) -> None:
+    """Layers x heads, and the same heads as a table, worst first."""
+    widgets.choose_metric(seen, "heads-metric")
+    table = np.asarray(values)
+    mean = float(np.nanmean(table)) if np.isfinite(table).any() else float("nan")
+    name = METRICS[seen.metric]
+    st.caption(
+        f"Mean of all heads {words.percent(mean)}. Each cell is a head, its mark the pattern, orange the head on the "
+        "right; click another."
+    )
+    labels = [[pattern.label for pattern in row] for row in draft.patterns]
+    kinds = [[pattern.kind for pattern in row] for row in draft.patterns]
+    widgets.figure(
+        charts.overview(table, labels, kinds, (seen.layer, seen.head), draft.changed, name, state.colours()),
+        "overview",
+        f"Layers by heads, {name}. Mean {words.percent(mean)}. The table below holds the same numbers, worst first.",
+        lambda: all_heads(grid),
+        on_select=lambda: clicked(seen, run.facts.query_heads),
+    )
+    worst_first(seen, values, grid)
+
+
+def clicked(seen: View, heads: int) -> None:
+    """A click on a cell. Clicking the same cell again arrives as an empty selection."""
+    points = st.session_state["overview"]["selection"]["points"]
+    cell = None
+    if points:
+        cell = round(points[0]["y"]), round(points[0]["x"])
+    elif seen.last_click is not None:
+        cell = seen.last_click
+    if cell is not None and 0 <= cell[1] < heads:
+        seen.last_click = cell
+        seen.go(*cell)
+
+
+def worst_first(seen: View, values: list[list[float]], grid: list) -> None:
+    """The heads as a table; a chosen row is looked at."""
+    order = state.worst_order(values)
+    rows = [(layer, head, grid[layer][head]) for layer, head in order if grid[layer][head] is not None]
+    top = max((values[layer][head] for layer, head, _ in rows), default=1.0)
+    frame = pl.DataFrame(
+        {
+            "head": [f"L{layer} H{head}" for layer, head, _ in rows],
+            "pattern": [widgets.pattern_text(one) for _, _, one in rows],
+            "shown": [values[layer][head] for layer, head, _ in rows],
+            "worst row": [one.missed_mass_worst for _, _, one in rows],
+            "computes": [one.computed_density for _, _, one in rows],
+        }
+    )
+
+    def picked() -> None:
+        chosen = st.session_state["worst"]["selection"]["rows"]
+        if chosen and chosen[0] < len(rows):
+            seen.go(rows[chosen[0]][0], rows[chosen[0]][1])
+
+    share = {"format": "percent"}
+    st.dataframe(
+        frame, key="worst", on_select=picked, selection_mode="single-row", hide_index=True, height=318,
+        alt="Heads, the worst first",
+        column_config={
+            "head": st.column_config.TextColumn(width=72),
+            "pattern": st.column_config.TextColumn(width=150),
+            "shown": st.column_config.ProgressColumn(
+                METRICS[seen.metric].removeprefix("missed mass, "), min_value=0.0, max_value=max(top, 1e-6), **share
+            ),
+            "worst row": st.column_config.NumberColumn(**share),
+            "computes": st.column_config.NumberColumn(**share),
+        },
+    )  # fmt: skip
+
+
+def head(held: Lab, seen: View, run: Run, draft: Draft, values: list[list[float]]) -> None:
+    """One head: what it misses, where, and in numbers."""
+    order = widgets.head_order(seen, values)
+    widgets.head_picker(seen, run, order, "heads")
+    pattern = draft.patterns[seen.layer][seen.head]
+    try:
+        detail = held.detail(run, seen.layer, seen.head, pattern, rows=seen.crop)
+    except HeadscopeError as error:
+        st.subheader(f"Layer {seen.layer} · Head {seen.head}")
+        st.info(words.plain_markdown(str(error)), icon=":material/info:")
+        return
+    except Exception as error:
+        st.error(words.plain_markdown(sentence(error)))
+        return
+    rank = order.index((seen.layer, seen.head)) + 1
+    place = f"number {rank} of {len(order)} by {METRICS[seen.metric]}" if seen.order == "worst first" else ""
+    st.subheader(f"Layer {seen.layer} · Head {seen.head}", anchor=False)
+    st.caption(f"{widgets.pattern_text(detail.measurement)}{' · ' if place else ''}{place}")
+    st.markdown(widgets.sentence(detail))
+    body(seen, run, detail)
+    more_about(held, seen, run, draft, detail)
+
+
+def body(seen: View, run: Run, detail: HeadDetail) -> None:
+    """Numbers, maps and the line along the prompt."""
+    widgets.numbers(detail)
+    widgets.maps(detail, seen, "heads")
+    widgets.map_controls(seen, run, "heads")
+    widgets.along(detail, run, "heads")
+
+
+def all_heads(grid: list) -> pl.DataFrame:
+    """Every head's numbers, for the download."""
+    flat = [one for row in grid for one in row if one is not None]
+    numbers = ("missed_mass_mean", "missed_mass_worst", "missed_mass_p99", "output_error", "output_cosine",
+               "requested_density", "computed_density", "time_share_ms")  # fmt: skip
+    return pl.DataFrame(
+        {"layer": [one.layer for one in flat], "head": [one.head for one in flat],
+         "pattern": [one.pattern.label for one in flat]}
+        | {name: [getattr(one, name) for one in flat] for name in numbers}
+    )  # fmt: skip
+
+
+main()

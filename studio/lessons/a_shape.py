@@ -1,0 +1,150 @@
+"""Chapter 2: the A-shape, eq. 3 and 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+import torch
+
+from headscope.engine import AShape, Dense, Fixed, build_index
+from headscope.studio import charts
+from headscope.studio.lessons import figures, parts
+from headscope.studio.lessons.figures import Kind
+from headscope.studio.theme import Theme
+from headscope.studio.words import percent
+
+LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class AShapeLesson:
+    """Cells of one A-shape. `classes` [n, n]: 0 future, 1 not read, 2 sink, 3 window, 4 in both."""
+
+    n: int
+    sink: int
+    window: int
+    cells: int
+    sink_cells: int
+    window_cells: int
+    both: int
+    dense_cells: int
+    classes: np.ndarray
+
+
+def lesson(n: int, sink: int, window: int) -> AShapeLesson:
+    """Counts and cells of `AShape(sink, window)`, and of its two parts each alone."""
+    parts_of = [
+        AShape(sink, window),
+        Fixed(columns=tuple(range(sink))),
+        Fixed(distances=tuple(range(window))),
+        Dense(),
+    ]
+    q = torch.zeros(1, len(parts_of), n, 1)
+    index = build_index(q, q[:, :1], parts_of, tile=1)
+    whole, left, near, causal = index.requested_mask()[0].numpy()
+    counts = index.requested_pairs()[0].tolist()
+    classes = np.where(causal, 1, 0) + (whole & left) * 1 + (whole & near) * 2
+    classes = np.where(left & near, 4, classes)
+    return AShapeLesson(n, sink, window, *counts[:3], int((left & near).sum()), counts[3], classes)
+
+
+def growth(sink: int, window: int) -> tuple[list[int], list[int]]:
+    """Cells of the A-shape and of dense attention at `LENGTHS`."""
+    sparse, dense = [], []
+    for n in LENGTHS:
+        x = torch.zeros(1, 2, n, 1)
+        pairs = build_index(x, x[:, :1], [AShape(sink, window), Dense()], tile=1).requested_pairs()[0].tolist()
+        sparse.append(pairs[0])
+        dense.append(pairs[1])
+    return sparse, dense
+
+
+def names(theme: Theme) -> tuple[Kind, ...]:
+    """Classes of the picture."""
+    return figures.kinds(
+        theme,
+        Kind("sink", theme.patterns["a-shape"], "▮"),
+        Kind("window", theme.accent, "╲"),
+        Kind("in both: counted once", theme.missed, "●"),
+    )
+
+
+def draw_cells(found: AShapeLesson, theme: Theme) -> go.Figure:
+    """The pattern, coloured by where a cell comes from."""
+    title = f"{found.cells} of {found.dense_cells} cells are read"
+    return figures.cells(found.classes, names(theme), theme, title)
+
+
+def draw_growth(sink: int, window: int, sparse: list[int], dense: list[int], theme: Theme) -> go.Figure:
+    """Cells against length, both on logarithmic axes."""
+    figure = go.Figure()
+    for name, values, colour, mark, dash in (
+        ("dense", dense, theme.patterns["dense"], "square-open", "dot"),
+        (f"a-shape {sink}/{window}", sparse, theme.patterns["a-shape"], "triangle-up", "solid"),
+    ):
+        figure.add_scatter(
+            x=list(LENGTHS), y=values, name=name, mode="lines+markers", line={"color": colour, "width": 2, "dash": dash},
+            marker={"symbol": mark, "size": 8}, hovertemplate="n = %{x:,}: %{y:,} cells<extra>" + name + "</extra>",
+        )  # fmt: skip
+    charts.layout(figure, theme, "Cells as the prompt grows", 280)
+    figures.plain(figure, theme, ("positions n", "cells"))
+    figure.update_xaxes(type="log", tickvals=LENGTHS[::2], tickformat=",")
+    figure.update_yaxes(type="log", dtick=1, tickformat="~s")
+    figure.update_layout(legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
+    return figure
+
+
+def show(theme: Theme) -> None:
+    """The chapter."""
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            "Some heads only look at two places: the **first tokens** (the sink) and the **most recent ones** (the "
+            "window, the row's own token included). Drawn as cells this is a bar on the left and a band along the "
+            "diagonal, the two strokes of an A. Nothing has to be searched: the cells follow from the position."
+        )
+        parts.formula(
+            r"\mathcal N_A(i)=\{0,\dots,\min(g-1,i)\}\cup\{\max(0,i-w+1),\dots,i\},\qquad E_A=\sum_i|\mathcal N_A(i)|",
+            "eq. 3 and 4", "g is the sink, w the window, E the cells.",
+        )  # fmt: skip
+        n = parts.slider("Positions n", 4, 64, 8, "ashape-n")
+        sink = parts.slider("Sink g", 0, 16, 1, "ashape-sink")
+        window = parts.slider("Window w", 1, 32, 2, "ashape-window")
+        st.caption("With 8 positions, sink 1 and window 2 this is the drawing in the article, with 21 cells.")
+    found = lesson(n, sink, window)
+    with right:
+        parts.numbers(
+            ("cells", str(found.cells), "Counted once each, by the engine"),
+            ("in the sink", str(found.sink_cells), ""),
+            ("in the window", str(found.window_cells), ""),
+            ("in both", str(found.both), "Near the start the window reaches the sink"),
+            ("of dense", percent(found.cells / found.dense_cells), f"Dense has {found.dense_cells} cells"),
+        )
+        parts.legend(names(theme))
+        parts.picture(
+            draw_cells(found, theme), "ashape-cells",
+            f"{found.cells} cells: {found.sink_cells} in the sink columns, {found.window_cells} in the window, "
+            f"{found.both} in both.",
+            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in found.classes.tolist()]),
+        )  # fmt: skip
+        sparse, dense = growth(sink, window)
+        parts.picture(
+            draw_growth(sink, window, sparse, dense, theme), "ashape-growth",
+            "Cells against length: dense grows with the square, the a-shape in a straight line.",
+            lambda: pl.DataFrame({"n": LENGTHS, "a_shape": sparse, "dense": dense}),
+        )  # fmt: skip
+        st.caption(
+            f"Dense grows with the square of n, the A-shape only with n: at {LENGTHS[-1]:,} positions "
+            f"{dense[-1]:,} cells against {sparse[-1]:,}."
+        )
+    parts.check(
+        "ashape", "Add the cells of the sink and the cells of the window. By how much is that too many?",
+        f"By {found.both}: {found.sink_cells} + {found.window_cells} − {found.both} = {found.cells}.",
+        "In the first rows the window reaches the sink, and such a cell belongs to both parts. It is read once. A "
+        "kernel that reads it twice gets a wrong softmax: chapter 3 shows how wrong.",
+        value=found.both, unit="cells",
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""What every chapter is put together from: formula with source, sliders that stay in the URL, legend, questions."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+
+from headscope.studio import widgets
+from headscope.studio.lessons.figures import Kind
+
+PAPER = "[MInference 1.0, arXiv 2407.02490](https://arxiv.org/abs/2407.02490)"
+
+
+def formula(latex: str, equation: str, words: str = "") -> None:
+    """A formula, what its letters mean, and where it comes from."""
+    st.latex(latex)
+    source = f"Article on {PAPER}, {equation}." if equation else f"After {PAPER}."
+    st.caption(f"{words} {source}".strip())
+
+
+def slider(label: str, least: int, most: int, value: int, key: str, *, step: int = 1, help: str | None = None) -> int:
+    """A whole-number slider whose value is part of the page's address."""
+    return int(
+        st.slider(label, least, most, value, step, key=key, help=help, bind="query-params", persist_state="session")
+    )
+
+
+def amount(label: str, least: float, most: float, value: float, step: float, key: str, help: str | None = None) -> float:
+    """The same for a quantity that need not be whole."""
+    return float(
+        st.slider(label, least, most, value, step, key=key, help=help, bind="query-params", persist_state="session")
+    )
+
+
+def choice(label: str, options: Sequence[str], key: str, help: str | None = None) -> str:
+    """One of a few words; the first is the default."""
+    return str(
+        st.segmented_control(
+            label, list(options), default=options[0], required=True, key=key, help=help, bind="query-params",
+            persist_state="session", wrap=True,
+        )
+    )  # fmt: skip
+
+
+def switch(label: str, key: str, help: str | None = None) -> bool:
+    """Off by default."""
+    return bool(st.toggle(label, key=key, help=help, bind="query-params", persist_state="session"))
+
+
+def numbers(*entries: tuple[str, str, str]) -> None:
+    """Figures side by side: label, value, and a word on what it means."""
+    with st.container(horizontal=True, gap="medium"):
+        for label, value, words in entries:
+            st.metric(label, value, help=words or None, width="content")
+
+
+def legend(kinds: Sequence[Kind]) -> None:
+    """What the colours and signs of a picture mean; outside of the picture, so that it wraps on a phone."""
+    chips = "".join(
+        '<span style="display:inline-flex;align-items:center;margin:0 1rem .2rem 0;white-space:nowrap">'
+        f'<span style="width:1.15em;height:1.15em;border-radius:3px;background:{kind.colour};margin-right:.4em;'
+        "display:inline-flex;align-items:center;justify-content:center;font-size:.85em;font-weight:600;"
+        f'border:1px solid rgba(128,140,150,.45);color:var(--headscope-sign,#fff)">{html.escape(kind.sign)}</span>'
+        f"{html.escape(kind.name)}</span>"
+        for kind in kinds
+    )
+    st.html(f'<div style="font-size:.9rem;line-height:1.5">{chips}</div>')
+
+
+def picture(
+    figure: go.Figure, key: str, alt: str, data: Callable[[], pl.DataFrame], on_select: Callable[[], None] | None = None
+) -> None:
+    """A figure with a description for screen readers and its numbers as a download."""
+    widgets.figure(figure, f"learn-{key}", alt, data, on_select)
+
+
+def grid_frame(**layers: Sequence[Sequence[object]]) -> pl.DataFrame:
+    """Matrices of one shape as a table: query, key, and a column a matrix."""
+    shape = next(iter(layers.values()))
+    table: dict[str, list[object]] = {
+        "query": [i for i, row in enumerate(shape) for _ in row],
+        "key": [j for row in shape for j, _ in enumerate(row)],
+    }
+    return pl.DataFrame(table | {name: [value for row in rows for value in row] for name, rows in layers.items()})
+
+
+def check(key: str, question: str, answer: str, why: str, value: float | None = None, unit: str = "") -> None:
+    """A question to think about first. With `value`, a box takes a guess and says whether it is right."""
+    with st.container(border=True):
+        st.markdown(f"**Check yourself.** {question}")
+        if value is not None:
+            guess = st.number_input(
+                f"Your answer{f', in {unit}' if unit else ''}", value=None, step=1.0 if value == int(value) else 0.01,
+                format="%d" if value == int(value) else "%.2f", key=f"{key}-guess", width=240, placeholder="a number",
+            )  # fmt: skip
+            if guess is not None:
+                right = abs(guess - value) <= (0 if value == int(value) else 0.006)
+                (st.success if right else st.info)("Right." if right else "Not yet: try once more, or open the answer.")
+        with st.expander("Show the answer"):
+            st.markdown(f"**{answer}** {why}")

@@ -1,0 +1,300 @@
+"""Pieces that several pages draw: figures with their data, the strip on top, progress, the choice of a head.
+
+Text that comes from a person (a prompt, a file's name, a version's name) goes to `st.text` or into a table, which
+show it as it is; markdown gets our own words only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+
+from headscope.engine.measure import HeadMeasurement
+from headscope.studio import charts, state, words
+from headscope.studio.draft import Draft
+from headscope.studio.jobs import Job
+from headscope.studio.lab import Lab
+from headscope.studio.results import METRICS, HeadDetail, Run, metric_value
+from headscope.studio.state import View
+from headscope.studio.theme import GLYPHS
+
+STYLE = """<style>
+[data-testid="stMainBlockContainer"] { padding-top: 3.6rem; padding-bottom: 3rem; max-width: 1560px; }
+[data-testid="stMetric"] [data-testid="stMetricLabel"] p { font-size: 0.82rem; }
+[data-testid="stCaptionContainer"] p { line-height: 1.35; }
+[class*="st-key-strip"] { border-bottom: 1px solid rgba(128, 140, 150, 0.25); padding-bottom: 0.35rem; }
+[class*="st-key-strip"] [data-testid="stText"] { font-size: 0.88rem; opacity: 0.85; white-space: normal; }
+[class*="st-key-csv"] { margin-top: -0.9rem; }
+[class*="st-key-csv"] button { font-size: 0.78rem; min-height: 1.5rem; padding: 0 0.4rem; opacity: 0.75; }
+[data-testid="stProgress"] p { font-size: 0.9rem; }
+</style>"""
+
+
+def page(title: str) -> tuple[Lab, View]:
+    """Starts a page: title of the tab, style, and whatever must be said first."""
+    st.set_page_config(page_title=f"{title} · headscope", layout="wide")
+    st.html(STYLE)
+    held, seen = state.lab(), state.view()
+    if held.problem:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.warning(f"{held.problem} Until then nothing is kept beyond this session.", icon=":material/database:")
+            if st.button("Try again", key="reopen") and held.reopen():
+                seen.good_news = "The database is open; what this session made is in it now."
+                st.rerun()
+    if seen.notice:
+        st.error(words.plain_markdown(seen.notice))
+        seen.notice = ""
+    if seen.good_news:
+        st.success(words.plain_markdown(seen.good_news))
+        seen.good_news = ""
+    return held, seen
+
+
+def strip(run: Run | None, draft: Draft | None) -> None:
+    """One line that says what the page is about."""
+    if run is None:
+        return
+    row = run.row
+    parts = [
+        row.model,
+        run.prompt_name + (" in chat template" if row.chat_template else ""),
+        words.count(row.tokens, "token"),
+        f"{row.device} {row.dtype}",
+        f"{row.impl} kernels",
+    ]
+    if draft is not None:
+        parts.append(f"draft “{draft.title}”")
+    with st.container(key="strip"):
+        st.text(" · ".join(parts))
+
+
+def figure(
+    drawn: go.Figure,
+    key: str,
+    alt: str,
+    data: Callable[[], pl.DataFrame],
+    on_select: Callable[[], None] | None = None,
+) -> None:
+    """A figure with a description for screen readers and its data as a download."""
+    options: dict[str, Any] = {}
+    if on_select is not None:
+        options = {"on_select": on_select, "selection_mode": "points"}
+    st.plotly_chart(drawn, theme=None, key=key, config=charts.CONFIG, alt=alt, **options)
+    with st.container(horizontal=True, horizontal_alignment="right", key=f"csv-{key}"):
+        st.download_button(
+            "data", lambda: data().write_csv().encode(), f"headscope-{key}.csv", "text/csv", key=f"download-{key}",
+            on_click="ignore", type="tertiary", icon=":material/download:", help="The figure's numbers as CSV",
+        )  # fmt: skip
+
+
+def progress(held: Lab, seen: View) -> Job | None:
+    """Shows this session's open job with its Cancel button, polling; returns it, or None if none is open."""
+    job = held.worker.latest(seen.session)
+    if job is None or not job.open:
+        return None
+
+    @st.fragment(run_every=0.4)
+    def poll() -> None:
+        if not job.open:
+            st.rerun()
+        ahead = held.worker.position(job)
+        text = job.words or job.title
+        if job.state == "queued":
+            text = f"Waiting: {words.count(ahead, 'run')} before this one" if ahead else "About to start"
+        elif job.stop.is_set():
+            text = "Stopping after this layer"
+        left, right = st.columns([6, 1], vertical_alignment="bottom")
+        left.progress(job.share, text=f"{text} · {words.milliseconds(job.seconds * 1e3)}")
+        if right.button("Cancel", key=f"cancel-{job.id}", width="stretch", disabled=job.stop.is_set()):
+            job.cancel()
+
+    poll()
+    return job
+
+
+def finished(held: Lab, seen: View) -> Job | None:
+    """This session's last job, once, when it has ended; failures and cancels are said on the way."""
+    job = held.worker.latest(seen.session)
+    if job is None or job.open or job.seen:
+        return None
+    job.seen = True
+    if job.state == "failed":
+        st.error(words.plain_markdown(job.error))
+        return None
+    if job.state == "cancelled":
+        st.info("Cancelled: nothing of that run was kept, and what you had is unchanged.")
+        return None
+    return job
+
+
+def head_picker(seen: View, run: Run, order: Sequence[tuple[int, int]], key: str) -> None:
+    """Layer and head as boxes, previous and next in the chosen order."""
+    here = (seen.layer, seen.head)
+    at = order.index(here) if here in order else 0
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
+        st.selectbox(
+            "Layer", range(run.facts.layers), width=92,
+            **state.bind(f"{key}-layer", seen.layer, lambda value: seen.go(value, seen.head)),
+        )  # fmt: skip
+        st.selectbox(
+            "Head", range(run.facts.query_heads), width=92,
+            **state.bind(f"{key}-head", seen.head, lambda value: seen.go(seen.layer, value)),
+        )  # fmt: skip
+        st.button(
+            "Previous", key=f"{key}-previous", icon=":material/chevron_left:", disabled=at == 0, shortcut="K",
+            on_click=lambda: seen.go(*order[max(0, at - 1)]), help="The head before this one in the chosen order",
+        )  # fmt: skip
+        st.button(
+            "Next", key=f"{key}-next", icon=":material/chevron_right:", disabled=at >= len(order) - 1, shortcut="J",
+            on_click=lambda: seen.go(*order[min(len(order) - 1, at + 1)]), help="The head after this one",
+        )  # fmt: skip
+        st.segmented_control(
+            "Order", ["worst first", "by layer"], required=True,
+            **state.bind(f"{key}-order", seen.order, lambda value: setattr(seen, "order", value)),
+        )  # fmt: skip
+
+
+def head_order(seen: View, values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """The order that Previous and Next follow."""
+    if seen.order == "by layer":
+        return [(layer, head) for layer, row in enumerate(values) for head in range(len(row))]
+    return state.worst_order(values)
+
+
+def metric_grid(grid: Sequence[Sequence[HeadMeasurement | None]], metric: str) -> list[list[float]]:
+    """Values of a metric, NaN where a head is not measured."""
+    return [[float("nan") if one is None else metric_value(one, metric) for one in row] for row in grid]
+
+
+def map_controls(seen: View, run: Run, key: str) -> None:
+    """Scale and crop of the three maps."""
+    tokens = run.row.tokens
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        st.segmented_control(
+            "Scale of the maps", ["logarithmic", "linear"], required=True,
+            **state.bind(f"{key}-log", "logarithmic" if seen.logarithmic else "linear",
+                         lambda value: setattr(seen, "logarithmic", value == "logarithmic")),
+        )  # fmt: skip
+
+        def crop(value: tuple[int, int]) -> None:
+            seen.crop = None if value == (0, tokens) or value[1] - value[0] < 8 else value
+
+        st.slider(
+            "Rows shown (query positions)", 0, tokens, width=320, step=max(1, tokens // 256),
+            **state.bind(f"{key}-crop", seen.crop or (0, tokens), crop),
+        )  # fmt: skip
+
+
+def maps(detail: HeadDetail, seen: View, key: str) -> None:
+    """The three pictures, on one scale."""
+    found, theme = detail.maps, state.colours()
+    common = {"logarithmic": seen.logarithmic, "top": _peak(found.dense)}
+    spans = (found.row_edges, found.column_edges)
+    drawn = (
+        ("dense", "Dense, exact", found.dense, {}),
+        ("computed", "Computed (orange: left out)", found.dense, {"computed": found.computed}),
+        ("missed", "Missed, exact", found.missed, {"marked": [(p.query, p.key) for p in found.places[:5]]}),
+    )
+    side = found.row_edges[1] - found.row_edges[0]
+    for column, (name, title, values, more) in zip(st.columns(3, gap="small"), drawn, strict=True):
+        with column:
+            figure(
+                charts.pooled_map(values, *spans, title, theme, **common, **more),
+                f"{key}-{name}",
+                f"{title}. Rows are query positions, columns key positions, {len(found.row_edges) - 1} by "
+                f"{len(found.column_edges) - 1} cells of about {side} tokens; colour is the share of a row's probability.",
+                lambda values=values: map_frame(detail, values),
+            )
+
+
+def map_frame(detail: HeadDetail, values: Any) -> pl.DataFrame:
+    """A map's cells as rows: query and key ranges and the share."""
+    found = detail.maps
+    rows, columns = values.shape
+    kept = [(r, c) for r in range(rows) for c in range(columns) if values[r, c] == values[r, c]]
+    return pl.DataFrame(
+        {
+            "query_from": [found.row_edges[r] for r, _ in kept],
+            "query_to": [found.row_edges[r + 1] for r, _ in kept],
+            "key_from": [found.column_edges[c] for _, c in kept],
+            "key_to": [found.column_edges[c + 1] for _, c in kept],
+            "share_of_row": [float(values[r, c]) for r, c in kept],
+            "computed_share_of_pairs": [float(found.computed[r, c]) for r, c in kept],
+        }
+    )
+
+
+def along(detail: HeadDetail, run: Run, key: str, before: HeadDetail | None = None) -> None:
+    """Missed mass along the prompt."""
+    tokens = len(detail.missed)
+    edges = tuple(tokens * index // min(160, tokens) for index in range(min(160, tokens) + 1))
+    hover = [words.inert(words.excerpt(run.pieces, first, 5)) for first in edges[:-1]]
+    figure(
+        charts.missed_along(
+            detail.missed, edges, state.colours(), hover=hover, before=None if before is None else before.missed
+        ),
+        f"{key}-along",
+        f"Missed mass along the prompt: mean {words.percent(detail.measurement.missed_mass_mean)}, worst row "
+        f"{words.percent(detail.measurement.missed_mass_worst)} at token {detail.measurement.missed_mass_worst_row}.",
+        lambda: pl.DataFrame({"query": list(range(tokens)), "missed_mass": detail.missed}),
+    )
+
+
+def sentence(detail: HeadDetail) -> str:
+    """The finding of a head in words."""
+    one = detail.measurement
+    return words.finding(
+        one.missed_mass_mean, one.missed_mass_worst, one.missed_mass_worst_row, one.missed_mass_thirds,
+        detail.maps.near, detail.maps.far,
+    )  # fmt: skip
+
+
+def numbers(detail: HeadDetail, before: HeadDetail | None = None) -> None:
+    """Four numbers of a head; with `before`, how they changed."""
+    one = detail.measurement
+
+    def change(now: float, then: float | None) -> str | None:
+        return None if then is None or abs(now - then) < 5e-6 else f"{(now - then) * 100:+.2f} points"
+
+    old = None if before is None else before.measurement
+    first, second, third, fourth = st.columns(4)
+    first.metric(
+        "misses, mean", words.percent(one.missed_mass_mean), delta_color="inverse",
+        delta=change(one.missed_mass_mean, None if old is None else old.missed_mass_mean),
+    )  # fmt: skip
+    second.metric(
+        "worst row", words.percent(one.missed_mass_worst), delta_color="inverse",
+        delta=change(one.missed_mass_worst, None if old is None else old.missed_mass_worst),
+    )  # fmt: skip
+    third.metric(
+        "computes, of causal pairs", words.percent(one.computed_density), delta_color="inverse",
+        delta=change(one.computed_density, None if old is None else old.computed_density),
+    )  # fmt: skip
+    fourth.metric(
+        "this head alone, sparse", words.milliseconds(detail.sparse_ms), delta_color="off",
+        delta=f"dense {words.milliseconds(detail.dense_ms)}", delta_arrow="off",
+        help=f"Measured: index {words.milliseconds(detail.index_ms)}, kernel {words.milliseconds(detail.kernel_ms)}, "
+        f"{detail.impl}. All heads of a layer run in one launch in production.",
+    )  # fmt: skip
+
+
+def pattern_text(measurement: HeadMeasurement) -> str:
+    """A pattern with its mark."""
+    return f"{GLYPHS.get(measurement.pattern.kind, '')} {measurement.pattern.label}"
+
+
+def choose_metric(seen: View, key: str) -> None:
+    """Which number the overview shows."""
+    st.selectbox(
+        "Colour shows", list(METRICS), format_func=METRICS.__getitem__,
+        **state.bind(key, seen.metric, lambda value: setattr(seen, "metric", value)),
+    )  # fmt: skip
+
+
+def _peak(values: Any) -> float:
+    known = values[values == values]
+    return float(known.max()) if known.size else 1.0
