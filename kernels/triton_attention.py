@@ -84,10 +84,21 @@ def _place(blocks, kv_heads, GROUP: tl.constexpr, BY_BLOCK: tl.constexpr):
     return flat // kv_heads, flat % kv_heads, member, back
 
 
+@triton.jit
+def _store_rows(o_ptr, lse_ptr, out, lse, first, local, q_len, D: tl.constexpr):
+    """Finished rows `local` of one head whose row 0 is row `first` of the output. Pointers, since a tensor-map store
+    at a negative row is an illegal instruction on sm_90, unlike a load."""
+    dim = tl.arange(0, out.shape[1])
+    real = (local >= 0) & (local < q_len)
+    tl.store(lse_ptr + first + local, lse, mask=real)
+    place = (first + local)[:, None] * D + dim[None, :]
+    tl.store(o_ptr + place, out, mask=real[:, None] & (dim < D)[None, :])
+
+
 @triton.jit(do_not_specialize=("q_len", "kv_len", "kv_heads", "blocks"))
 def _dense_kernel(
-    q_d, k_d, v_d, o_d, lse_ptr, starts_ptr, q_len, kv_len, kv_heads, blocks, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    q_d, k_d, v_d, o_ptr, lse_ptr, starts_ptr, q_len, kv_len, kv_heads, blocks, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_local, member, back = _place(blocks, kv_heads, GROUP, BY_BLOCK)
@@ -117,9 +128,7 @@ def _dense_kernel(
             scores = tl.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
             acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
         acc, lse = close_softmax(acc, top, total)
-        local = rows - first_row
-        tl.store(lse_ptr + head.to(tl.int64) * q_len + local, lse, mask=(local >= 0) & (local < q_len))
-        o_d.store([head, top_row - first_row, 0], acc.to(q.dtype).reshape([1, ROWS, WIDTH]))
+        _store_rows(o_ptr, lse_ptr, acc.to(q.dtype), lse, head.to(tl.int64) * q_len, rows - first_row, q_len, D)
 
 
 @triton.jit
@@ -143,21 +152,30 @@ def _taken(cover_ptr, rows, columns, newest, flags, TILE: tl.constexpr):
     return taken
 
 
+@triton.jit
+def _column_flags(columns_ptr, cover_ptr, at, count, r0, COLUMNS: tl.constexpr):
+    """Positions and cover bytes of a tile of gathered columns; PADDING and 8 (taken) beyond the last."""
+    place = at + tl.arange(0, COLUMNS)
+    column = tl.load(columns_ptr + place, mask=place < count, other=PADDING)
+    flags = tl.load(cover_ptr + 64 + r0 - column, mask=column <= r0 + 63, other=8).to(tl.int32)
+    return column, flags
+
+
 @triton.jit(
     do_not_specialize=(
         "q_len", "kv_len", "kv_heads", "blocks", "row_blocks", "full_cap", "edge_cap", "cover_cap", "columns_cap",
-        "block_rows", "block_cap", "head_dim",
+        "block_rows", "block_cap",
     )
 )  # fmt: skip
 def _attend_kernel(
-    q_d, k_d, v_d, kc_d, vc_d, o_d, lse_ptr, k_ptr, v_ptr, starts_ptr,
+    q_d, k_d, v_d, kc_d, vc_d, o_ptr, lse_ptr, k_ptr, v_ptr, starts_ptr,
     full_ptr, edge_ptr, counts_ptr, cover_ptr, columns_ptr, blocks_ptr, block_count_ptr, slot_ptr, size_ptr,
     window_count_ptr, band_count_ptr, column_count_ptr,
     q_len, kv_len, kv_heads, blocks, row_blocks, scale,
-    full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap, head_dim,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BOXES: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, ODD_BLOCKS: tl.constexpr,
-    OVERLAPS: tl.constexpr, BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, LINE_STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_local, member, back = _place(blocks, kv_heads, GROUP, BY_BLOCK)
     start = tl.load(starts_ptr + sequence)
@@ -192,8 +210,12 @@ def _attend_kernel(
             full_ptr += wide * full_cap
             edge_ptr += wide * edge_cap * 4
             base = start + r0
+            # The next tile's place is read one step ahead: its latency would otherwise delay the loads of K and V.
+            following = base - tl.load(full_ptr, mask=n_inner > 0, other=0)
             for unit in tl.range(0, n_inner * PER, num_stages=STAGES):
-                at = base - tl.load(full_ptr + unit // PER) + (unit % PER) * COLUMNS
+                at = following
+                ahead = tl.minimum(unit + 1, n_inner * PER - 1)
+                following = base - tl.load(full_ptr + ahead // PER) + (ahead % PER) * COLUMNS
                 k = k_d.load([kv_head, at, 0]).reshape([COLUMNS, WIDTH])
                 v = v_d.load([kv_head, at, 0]).reshape([COLUMNS, WIDTH])
                 scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -213,8 +235,11 @@ def _attend_kernel(
                     others = tl.load(window_count_ptr + head) + tl.load(band_count_ptr + head)
                     alone = others + tl.load(column_count_ptr + head) == 0
                 b_inner = tl.where(alone, b_entries - diagonal.to(tl.int32), 0)
+                following = start + tl.load(blocks_ptr, mask=b_inner > 0, other=0) * b_size
                 for unit in tl.range(0, b_inner * b_units, num_stages=STAGES):
-                    at = start + tl.load(blocks_ptr + unit // b_units) * b_size + (unit % b_units) * 64
+                    at = following
+                    ahead = tl.minimum(unit + 1, b_inner * b_units - 1)
+                    following = start + tl.load(blocks_ptr + ahead // b_units) * b_size + (ahead % b_units) * 64
                     k = k_d.load([kv_head, at, 0]).reshape([COLUMNS, WIDTH])
                     v = v_d.load([kv_head, at, 0]).reshape([COLUMNS, WIDTH])
                     scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -265,11 +290,12 @@ def _attend_kernel(
             if BOXES and TILE == 128:
                 behind = (tl.load(window_count_ptr + head) > 0) & (tl.load(edge_ptr) == 64)
                 exact = (tl.load(band_count_ptr + head) > 0) | (behind == 0)
-            for at in tl.range(0, n_columns, COLUMNS, num_stages=STAGES - 1 if STAGES > 2 else STAGES):
-                place = at + tl.arange(0, COLUMNS)
-                column = tl.load(columns_ptr + place, mask=place < n_columns, other=PADDING)
+            next_column, next_flags = _column_flags(columns_ptr, cover_ptr, 0, n_columns, r0, COLUMNS)
+            for at in tl.range(0, n_columns, COLUMNS, num_stages=LINE_STAGES):
+                column = next_column
+                flags = next_flags
+                next_column, next_flags = _column_flags(columns_ptr, cover_ptr, at + COLUMNS, n_columns, r0, COLUMNS)
                 offset = r0 - column
-                flags = tl.load(cover_ptr + 64 + offset, mask=offset >= -63, other=8).to(tl.int32)
                 taken = (flags & 8) | (0 if TILE == 1 else flags & 1)
                 k = kc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
                 v = vc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
@@ -304,17 +330,15 @@ def _attend_kernel(
                         real = columns <= r0 + 63
                         if OVERLAPS:
                             keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, 3, TILE) == 0)
-                        source = (kv_head.to(tl.int64) * kv_len + start + columns)[:, None] * head_dim + dim[None, :]
-                        inside = real[:, None] & (dim < head_dim)[None, :] & (start + columns < kv_len)[:, None]
+                        source = (kv_head.to(tl.int64) * kv_len + start + columns)[:, None] * D + dim[None, :]
+                        inside = real[:, None] & (dim < D)[None, :] & (start + columns < kv_len)[:, None]
                         k = tl.load(k_ptr + source, mask=inside, other=0.0)
                         v = tl.load(v_ptr + source, mask=inside, other=0.0)
                         scores = tl.dot(q, k.T, input_precision=PRECISION)
                         scores = tl.where(keep, scores, float("-inf"))
                         acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
         acc, lse = close_softmax(acc, top, total)
-        local = rows - first_row
-        tl.store(lse_ptr + wide * q_len + local, lse, mask=(local >= 0) & (local < q_len))
-        o_d.store([head, r0 - first_row, 0], acc.to(q.dtype).reshape([1, 64, WIDTH]))
+        _store_rows(o_ptr, lse_ptr, acc.to(q.dtype), lse, wide * q_len, rows - first_row, q_len, D)
 
 
 def dense(
@@ -334,8 +358,8 @@ def dense(
     blocks = _block_span(q_len, kv_len, use.rows)
     _dense_kernel[(batch * heads * blocks,)](
         descriptor(q, use.rows, width), descriptor(k, use.columns, width), descriptor(v, use.columns, width),
-        descriptor(out, use.rows, width), lse, device_ints(starts, q.device), q_len, kv_len, kv_heads, blocks,
-        scale * LOG2E, GROUP=heads // kv_heads, ROWS=use.rows, COLUMNS=use.columns, WIDTH=width,
+        out, lse, device_ints(starts, q.device), q_len, kv_len, kv_heads, blocks,
+        scale * LOG2E, GROUP=heads // kv_heads, D=head_dim, ROWS=use.rows, COLUMNS=use.columns, WIDTH=width,
         BY_BLOCK=kv_len <= 16384 if by_block is None else by_block, STAGES=use.stages,
         PRECISION=precision(q.dtype), num_warps=use.warps, num_stages=use.stages,
     )  # fmt: skip
@@ -365,18 +389,19 @@ def attend(
     _attend_kernel[(q.shape[0] * heads * blocks,)](
         descriptor(q, 64, width), descriptor(k, 64, width), descriptor(v, 64, width),
         descriptor(keys if lines else k, 64, width), descriptor(values if lines else v, 64, width),
-        descriptor(out, 64, width), lse, k, v, device_ints(layout.starts, q.device),
+        out, lse, k, v, device_ints(layout.starts, q.device),
         plan.full, plan.edge, plan.counts, plan.cover, layout.columns, layout.blocks, layout.block_count,
         device_ints(layout.block_slot, q.device), device_ints(layout.block_size, q.device),
         layout.window_count, layout.band_count, layout.column_count,
         q_len, kv_len, kv_heads, blocks, plan.counts.shape[1], scale * LOG2E, plan.full.shape[1], plan.edge.shape[1],
         plan.cover.shape[1], layout.columns.shape[1], layout.blocks.shape[1], layout.blocks.shape[2],
-        head_dim, GROUP=heads // kv_heads, WIDTH=width, TILE=layout.tile, COLUMNS=use.columns,
+        GROUP=heads // kv_heads, D=head_dim, WIDTH=width, TILE=layout.tile, COLUMNS=use.columns,
         BOXES=layout.windows.shape[1] + layout.bands.shape[1] > 0, LINES=lines,
         BLOCKS=listed and any(size % 64 == 0 for size in sizes),
         ODD_BLOCKS=listed and any(size % 64 != 0 for size in sizes),
         OVERLAPS=plan.cover.shape[1] > 0, BY_BLOCK=kv_len <= 16384 if by_block is None else by_block,
-        STAGES=use.stages, PRECISION=precision(q.dtype), num_warps=use.warps, num_stages=use.stages,
+        STAGES=use.stages, LINE_STAGES=min(use.stages, 2), PRECISION=precision(q.dtype), num_warps=use.warps,
+        num_stages=use.stages,
     )  # fmt: skip
     return out, lse
 
