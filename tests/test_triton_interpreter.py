@@ -1,0 +1,101 @@
+"""Every Triton kernel in the interpreter, on a CPU, against float64 (fp16 and fp32: a bf16 dot is wrong there).
+
+The interpreter must be chosen before Triton's functions are decorated, so a plain run of this file starts
+pytest on itself in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headscope.kernels import membership, reference
+from tests import triton_cases
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+@pytest.mark.skipif(INSIDE, reason="this is that process")
+@pytest.mark.parametrize("part", ["attention", "index", "mass"])
+def test_in_interpreter(part: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", part, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@inside
+@pytest.mark.parametrize("seed", range(60))
+def test_attention_over_layouts(seed: int) -> None:
+    from headscope.kernels import triton_attention
+
+    case = triton_cases.random_case(seed)
+    out, lse = triton_attention.attend(case.q, case.k, case.v, case.layout, case.scale)
+    expected, expected_lse = triton_cases.truth(case)
+    assert triton_cases.error_of(out, expected) <= TOLERANCE[case.q.dtype], case.name
+    assert triton_cases.lse_error(lse, expected_lse) <= 1e-5, case.name
+
+
+@inside
+@pytest.mark.parametrize("seed", range(1000, 1025))
+def test_attention_dense(seed: int) -> None:
+    from headscope.kernels import triton_attention
+
+    case = triton_cases.random_case(seed)
+    out, lse = triton_attention.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
+    expected, expected_lse = reference.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
+    assert triton_cases.error_of(out, expected) <= TOLERANCE[case.q.dtype], case.name
+    assert triton_cases.lse_error(lse, expected_lse) <= 1e-5, case.name
+
+
+@inside
+@pytest.mark.parametrize("seed", range(8))
+def test_attention_ignores_padding_values(seed: int) -> None:
+    """Whatever stands before a sequence's first key, numbers or not, changes no row."""
+    from headscope.kernels import triton_attention
+
+    case = triton_cases.random_case(2000 + seed, lengths=(111, 200))
+    clean, _ = triton_attention.attend(case.q, case.k, case.v, case.layout, case.scale)
+    k, v = case.k.clone(), case.v.clone()
+    for sequence, start in enumerate(case.layout.starts):
+        k[sequence, :, :start] = torch.nan
+        v[sequence, :, :start] = torch.nan
+    spoiled, _ = triton_attention.attend(case.q, k, v, case.layout, case.scale)
+    assert torch.equal(clean, spoiled), case.name
+
+
+@inside
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_keep_bits(seed: int) -> None:
+    """The bits that say which columns the boxes leave, against the cells themselves."""
+    from headscope.kernels import triton_plan
+
+    case = triton_cases.random_case(3000 + seed, lengths=(65, 200, 333))
+    layout = case.layout
+    plan = triton_plan.make_plan(layout)
+    if not layout.columns.shape[1]:
+        return
+    some, whole = triton_plan.keep_bits(layout, plan)
+    tables = membership.tables(layout)
+    for head in range(layout.batch * layout.heads):
+        length = layout.length(head // layout.heads)
+        for block in range(-(-length // 64)):
+            rows = torch.arange(block * 64, block * 64 + 64)
+            for place, column in enumerate(layout.columns[head, : int(layout.column_count[head])].tolist()):
+                distance = rows - column
+                taken = tables.band[head][distance.clamp(0, layout.kv_len - 1)] & (distance < layout.kv_len)
+                offset = rows // layout.rows * layout.rows - column
+                taken = taken | tables.windows_at(offset)[head] & (offset < layout.kv_len)
+                left = (distance >= 0) & ~taken
+                bit = int(some[head, block, place // 32]) >> (place % 32) & 1
+                every = int(whole[head, block, place // 32]) >> (place % 32) & 1
+                assert bit or not bool(left.any()), (case.name, head, block, column)
+                assert not every or bool(left.all()), (case.name, head, block, column)
