@@ -93,12 +93,15 @@ def check(key: str, question: str, answer: str, why: str, value: float | None = 
     with st.container(border=True):
         st.markdown(f"**Check yourself.** {question}")
         if value is not None:
-            guess = st.number_input(
-                f"Your answer{f', in {unit}' if unit else ''}", value=None, step=1.0 if value == int(value) else 0.01,
-                format="%d" if value == int(value) else "%.2f", key=f"{key}-guess", width=240, placeholder="a number",
-            )  # fmt: skip
+            whole = value == int(value)
+            label = f"Your answer{f', in {unit}' if unit else ''}"
+            guess = (
+                st.number_input(label, value=None, step=1, key=f"{key}-guess", width=240, placeholder="a number")
+                if whole
+                else st.number_input(label, value=None, step=0.01, key=f"{key}-guess", width=240, placeholder="a number")
+            )
             if guess is not None:
-                right = abs(guess - value) <= (0 if value == int(value) else 0.006)
+                right = abs(guess - value) <= (0 if whole else 0.006)
                 (st.success if right else st.info)("Right." if right else "Not yet: try once more, or open the answer.")
         with st.expander("Show the answer"):
             st.markdown(f"**{answer}** {why}")

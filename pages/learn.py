@@ -1,0 +1,10 @@
+"""Learn: the three patterns by hand, in chapters, with the engine's own numbers."""
+
+import streamlit as st
+
+from headscope.studio import widgets
+from headscope.studio.lessons import chapters
+
+st.set_page_config(page_title="Learn · headscope", layout="wide")
+st.html(widgets.STYLE)
+chapters.show()
