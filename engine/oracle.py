@@ -19,11 +19,12 @@ import torch
 from headscope.engine.index import Index
 from headscope.engine.patterns import AShape, BlockSparse, VerticalSlash
 from headscope.kernels import membership
+from headscope.kernels.diagonals import by_distance
 
 _CELLS = 2**24
 """Probabilities formed for one head: 64 MiB. Longer prompts are judged on evenly spread rows."""
 
-_ROUNDS = 16
+_ROUNDS = 8
 """Rounds of the greedy choice; each takes the best of what is left for a share of the cells."""
 
 
@@ -123,26 +124,21 @@ def _lines(weight: torch.Tensor, rows: torch.Tensor, cells: int) -> torch.Tensor
     """
     length = weight.shape[1]
     place = torch.arange(length, device=weight.device)
-    source = rows[:, None] - place[None, :]
-    real = source >= 0
-    source = source.clamp(min=0)
-    taken = source.new_zeros(weight.shape, dtype=torch.bool)
-    taken[torch.arange(len(rows), device=rows.device), rows] = True
+    causal = place[None, :] <= rows[:, None]
+    distance = (rows[:, None] - place[None, :]).clamp(min=0)
+    taken = distance.eq(0) & causal
     for step in range(_ROUNDS):
         allowed = cells * (step + 1) // _ROUNDS - int(taken.sum())
         if allowed <= 0:
             continue
         left = weight.masked_fill(taken, 0.0)
-        free = ~taken & (place[None, :] <= rows[:, None])
-        along = left.gather(1, source).masked_fill(~real, 0.0).sum(0)
-        along_free = (free.gather(1, source) & real).sum(0)
-        mass = torch.cat([left.sum(0), along])
-        cost = torch.cat([free.sum(0), along_free])
+        free = (causal & ~taken).float()
+        mass = torch.cat([left.sum(0), by_distance(left[None], rows)[0].sum(0)])
+        cost = torch.cat([free.sum(0), by_distance(free[None], rows)[0].sum(0)])
         order = (mass / cost.clamp(min=1)).sort(descending=True).indices
         chosen = torch.zeros_like(mass, dtype=torch.bool)
         chosen[order] = (cost[order].cumsum(0) <= allowed) & (cost[order] > 0)
-        distance = (rows[:, None] - place[None, :]).clamp(min=0)
-        taken |= (chosen[:length][None, :] | chosen[length:][distance]) & (place[None, :] <= rows[:, None])
+        taken |= (chosen[:length][None, :] | chosen[length:][distance]) & causal
     return (weight * taken).sum(1)
 
 

@@ -31,8 +31,9 @@ class Areas:
 
 def pairs(layout: Layout) -> torch.Tensor:
     """int64 [B, H]: cells of the layout among the query rows."""
-    found = areas(layout)
-    return found.block + found.column
+    table = membership.tables(layout)
+    spans = _spans(layout)
+    return torch.stack([torch.stack(_kept(layout, table, span)).sum(0) if span else _none(layout) for span in spans])
 
 
 def causal_pairs(layout: Layout) -> torch.Tensor:
@@ -47,7 +48,15 @@ def causal_pairs(layout: Layout) -> torch.Tensor:
 def areas(layout: Layout) -> Areas:
     """The four areas of every head."""
     table = membership.tables(layout)
-    found = [_sequence(layout, table, sequence) for sequence in range(layout.batch)]
+    found = []
+    for span in _spans(layout):
+        if span is None:
+            found.append((_none(layout),) * 4)
+            continue
+        block, column = _kept(layout, table, span)
+        tiles = (_tiles(layout, span, layout.windows[span.heads].long()), _bands(layout, span), _blocks(layout, span))
+        area, padding = (torch.stack(part).sum(0) for part in zip(*tiles, strict=True))
+        found.append((block, column, area - block - padding, padding))
     return Areas(*(torch.stack(part) for part in zip(*found, strict=True)))
 
 
@@ -60,36 +69,39 @@ class _Span:
     length: int
 
 
-def _sequence(layout: Layout, table: membership.Tables, sequence: int) -> tuple[torch.Tensor, ...]:
-    heads = slice(sequence * layout.heads, (sequence + 1) * layout.heads)
-    span = _Span(heads, max(0, layout.first_row[sequence]), max(0, layout.length(sequence)))
-    empty = torch.zeros(layout.heads, dtype=torch.int64, device=layout.device)
-    if span.first >= span.length:
-        return empty, empty, empty, empty
-    windows, window_area, window_pad = _windows(layout, table, span)
-    bands, band_area, band_pad = _bands(layout, table, span)
-    blocks, block_area, block_pad = _blocks(layout, table, span)
-    columns = _columns(layout, table, span)
-    block = windows + bands + blocks
-    padding = window_pad + band_pad + block_pad
-    return block, columns, window_area + band_area + block_area - block - padding, padding
+def _spans(layout: Layout) -> list[_Span | None]:
+    """One per sequence; None where no query row is real."""
+    spans: list[_Span | None] = []
+    for sequence in range(layout.batch):
+        heads = slice(sequence * layout.heads, (sequence + 1) * layout.heads)
+        span = _Span(heads, max(0, layout.first_row[sequence]), layout.length(sequence))
+        spans.append(span if span.first < span.length else None)
+    return spans
+
+
+def _none(layout: Layout) -> torch.Tensor:
+    return torch.zeros(layout.heads, dtype=torch.int64, device=layout.device)
+
+
+def _kept(layout: Layout, table: membership.Tables, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [H] each: cells in windows, bands and blocks, and cells of columns outside them."""
+    rows, top = _rows(layout, span)
+    block = _none(layout)
+    if layout.windows.shape[1]:
+        before = torch.nn.functional.pad(table.window[span.heads].long().cumsum(1), (1, 0))
+        shift = layout.rows - 1
+        # Row i reads x = r0 - j from r0 - i (the diagonal) to r0 (key 0).
+        block = block + (before[:, top + shift + 1] - before[:, top - rows + shift]).sum(1)
+    if layout.bands.shape[1]:
+        block = block + table.band[span.heads].long().cumsum(1)[:, rows].sum(1)
+    block = block + _block_cells(layout, table, span)
+    return block, _columns(layout, table, span)
 
 
 def _rows(layout: Layout, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     """Query rows and the first row of the group of `R` that each belongs to."""
     rows = torch.arange(span.first, span.length, device=layout.device)
     return rows, rows // layout.rows * layout.rows
-
-
-def _windows(layout: Layout, table: membership.Tables, span: _Span) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cells kept in windows, their whole area and the part beyond the sequence, per head."""
-    rows, top = _rows(layout, span)
-    before = torch.nn.functional.pad(table.window[span.heads].long().cumsum(1), (1, 0))
-    shift = layout.rows - 1
-    # Row i reads x = r0 - j from r0 - i (the diagonal) to r0 (key 0).
-    kept = (before[:, top + shift + 1] - before[:, top - rows + shift]).sum(1)
-    offsets = layout.windows[span.heads].long()
-    return kept, *_tiles(layout, span, offsets)
 
 
 def _tiles(layout: Layout, span: _Span, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,15 +129,9 @@ def _tiles(layout: Layout, span: _Span, offsets: torch.Tensor) -> tuple[torch.Te
     return area, padding
 
 
-def _bands(layout: Layout, table: membership.Tables, span: _Span) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _bands(layout: Layout, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for bands; their tiles start at the band's near edge."""
-    rows, _ = _rows(layout, span)
-    before = table.band[span.heads].long().cumsum(1)
-    zero = torch.zeros(layout.heads, dtype=torch.int64, device=layout.device)
-    if not layout.bands.shape[1]:
-        return zero, zero, zero
-    kept = before[:, rows].sum(1)
-    area, padding = zero.clone(), zero.clone()
+    area, padding = _none(layout), _none(layout)
     for place in range(layout.bands.shape[1]):
         low, high = layout.bands[span.heads, place].long().unbind(-1)
         high = torch.minimum(high, torch.full_like(high, span.length - 1))
@@ -135,7 +141,7 @@ def _bands(layout: Layout, table: membership.Tables, span: _Span) -> tuple[torch
         offsets = torch.where(step < tiles[:, None], offsets, PAD)
         more_area, more_padding = _tiles(layout, span, offsets)
         area, padding = area + more_area, padding + more_padding
-    return kept, area, padding
+    return area, padding
 
 
 def _columns(layout: Layout, table: membership.Tables, span: _Span) -> torch.Tensor:
@@ -175,27 +181,43 @@ def _window_cover(
     return upto(end) - upto(first)
 
 
-def _blocks(layout: Layout, table: membership.Tables, span: _Span) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for listed blocks; cells that bands or windows hold already are not counted again."""
-    kept, area, padding = [torch.zeros(layout.heads, dtype=torch.int64, device=layout.device) for _ in range(3)]
+def _blocks(layout: Layout, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for listed blocks."""
+    area, padding = _none(layout), _none(layout)
+    for local, head in enumerate(range(span.heads.start, span.heads.stop)):
+        if layout.block_slot[head] >= 0:
+            _, _, rows, columns, real = _listed(layout, head, span)
+            square = layout.block_size[head] ** 2
+            area[local] = real.sum() * square
+            padding[local] = torch.where(real, square - rows * columns, 0).sum()
+    return area, padding
+
+
+def _listed(layout: Layout, head: int, span: _Span) -> tuple[torch.Tensor, ...]:
+    """First row, last row + 1, rows, columns and whether there are any, of every listed block of a head."""
+    size, slot = layout.block_size[head], layout.block_slot[head]
+    tops = torch.arange(layout.blocks.shape[1], device=layout.device)[:, None] * size
+    keys = layout.blocks[slot].long() * size
+    low, high = tops.clamp(min=span.first), (tops + size).clamp(max=span.length)
+    real = (keys < span.length) & (low < high)
+    return low, high, torch.where(real, high - low, 0), (keys + size).clamp(max=span.length) - keys, real
+
+
+def _block_cells(layout: Layout, table: membership.Tables, span: _Span) -> torch.Tensor:
+    """Cells of listed blocks that no band or window holds already, per head."""
+    kept = _none(layout)
     for local, head in enumerate(range(span.heads.start, span.heads.stop)):
         if layout.block_slot[head] < 0:
             continue
-        size, slot = layout.block_size[head], layout.block_slot[head]
+        low, high, rows, columns, real = _listed(layout, head, span)
+        size = layout.block_size[head]
         tops = torch.arange(layout.blocks.shape[1], device=layout.device)[:, None] * size
-        keys = layout.blocks[slot].long() * size
-        low, high = tops.clamp(min=span.first), (tops + size).clamp(max=span.length)
-        real = (keys < span.length) & (low < high)
-        rows = torch.where(real, high - low, 0)
-        columns = (keys + size).clamp(max=span.length) - keys
-        diagonal = keys == tops
+        diagonal = layout.blocks[layout.block_slot[head]].long() * size == tops
         # Row i of a diagonal block keeps i - top + 1 keys.
         triangle = (low - tops + 1 + high - tops) * rows // 2
         kept[local] = torch.where(real, torch.where(diagonal, triangle, rows * columns), 0).sum()
-        area[local] = real.sum() * size * size
-        padding[local] = torch.where(real, size * size - rows * columns, 0).sum()
         kept[local] -= len(_overlap(layout, table, head, span, with_columns=False))
-    return kept, area, padding
+    return kept
 
 
 def _columns_in_blocks(layout: Layout, table: membership.Tables, span: _Span) -> torch.Tensor:

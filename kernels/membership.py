@@ -23,9 +23,9 @@ class Tables:
     band: torch.Tensor
     column: torch.Tensor
 
-    def windows_at(self, offset: torch.Tensor) -> torch.Tensor:
-        """`offset` = r0 - j in `-(R-1) .. T-1`, of shape [...]; returns [N, ...]."""
-        return self.window[:, (offset + self.layout.rows - 1).clamp_(0, self.window.shape[1] - 1)]
+    def windows_at(self, offset: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
+        """`offset` = r0 - j in `-(R-1) .. T-1`, of shape [...]; returns [heads, ...]."""
+        return self.window[heads][:, (offset + self.layout.rows - 1).clamp_(0, self.window.shape[1] - 1)]
 
 
 def tables(layout: Layout) -> Tables:
@@ -84,9 +84,13 @@ def cells(layout: Layout, table: Tables, heads: slice, rows: torch.Tensor, cols:
     causal = (distance >= 0) & (cols >= 0)[None, :] & (rows >= 0)[:, None]
     top = rows.div(layout.rows, rounding_mode="floor") * layout.rows
     last = layout.kv_len - 1
-    inside = table.windows_at(top[:, None] - cols[None, :])[heads]
-    inside |= table.band[heads][:, distance.clamp(0, last)]
-    inside |= table.column[heads][:, cols.clamp(0, last)][:, None, :]
+    inside = table.column[heads][:, cols.clamp(0, last)][:, None, :]
+    if layout.windows.shape[1]:
+        inside = inside | table.windows_at(top[:, None] - cols[None, :], heads)
+    if layout.bands.shape[1]:
+        inside = inside | table.band[heads][:, distance.clamp(0, last)]
+    if any(layout.block_slot[head] >= 0 for head in range(heads.start, heads.stop)):
+        inside = inside.expand(-1, len(rows), -1).clone()
     for local, head in enumerate(range(heads.start, heads.stop)):
         if layout.block_slot[head] >= 0:
             size = layout.block_size[head]

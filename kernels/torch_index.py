@@ -8,10 +8,12 @@ the rule `tiles/1`. Ties go to the smaller position, and forced cells are set ap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from headscope.kernels.diagonals import by_distance
 from headscope.kernels.layout import PAD, HeadPlan, Layout, nearest_window, tile_rows
 
 
@@ -57,19 +59,33 @@ def build(
     grid_windows, grid_count = positions(grid)
     grid_windows = torch.where(grid_windows < PAD, grid_windows * tile + nearest_window(tile), PAD).to(torch.int32)
     blocks, block_count, slots = _choose_blocks(q, k, plans, starts, scale)
-    shared = {
-        "tile": tile, "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "starts": starts,
-        "columns": columns_list, "column_count": column_count, "blocks": blocks, "block_count": block_count,
-        "block_slot": slots, "block_size": tuple(plan.block_size for plan in plans),
-    }  # fmt: skip
-    requested = Layout(windows=grid_windows, window_count=grid_count, bands=bands, band_count=band_count, **shared)
+    requested = Layout(
+        tile=tile,
+        batch=batch,
+        heads=heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        starts=starts,
+        windows=grid_windows,
+        window_count=grid_count,
+        bands=bands,
+        band_count=band_count,
+        columns=columns_list,
+        column_count=column_count,
+        blocks=blocks,
+        block_count=block_count,
+        block_slot=slots,
+        block_size=tuple(plan.block_size for plan in plans),
+    )
     if tile == 1:
         return requested, requested
     lengths = torch.tensor([kv_len - starts[n // heads] for n in range(len(plans))], device=q.device)
     online = torch.tensor([plan.slash > 0 for plan in plans], device=q.device)
     windows, window_count = positions(_grid_or_runs(grid, distances, lengths, tile))
     exact, exact_count = _bands(plans, distances & ~online[:, None])
-    return requested, Layout(windows=windows, window_count=window_count, bands=exact, band_count=exact_count, **shared)
+    return requested, replace(
+        requested, windows=windows, window_count=window_count, bands=exact, band_count=exact_count
+    )
 
 
 def positions(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,13 +145,11 @@ def row_statistic(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, scale: f
 def distance_sums(weight: torch.Tensor, rows: torch.Tensor, how: str) -> torch.Tensor:
     """float32 [H, n]: `weight` [H, r, n] of sampled rows added up per distance `row - column`."""
     length = weight.shape[-1]
-    source = rows[:, None] - torch.arange(length, device=weight.device)[None, :]
-    real = source >= 0
-    along = weight.gather(-1, source.clamp(min=0).expand(weight.shape)).masked_fill(~real, 0.0)
+    along = by_distance(weight, rows)
     total = along.sum(1)
     if how == "sum":
         return total
-    pairs = real.sum(0)
+    pairs = (rows[:, None] >= torch.arange(length, device=weight.device)[None, :]).sum(0)
     # A quarter of the sampled rows as prior weight: a distance seen in few pairs needs a stronger mean to be chosen.
     return total / (pairs.clamp(min=1) if how == "mean" else pairs + len(rows) / 4)
 

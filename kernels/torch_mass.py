@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from headscope.kernels import membership
+from headscope.kernels.diagonals import by_distance
 from headscope.kernels.layout import Layout
 
 _CELLS = 2**22
@@ -39,14 +40,13 @@ def pooled(
     """
     result = torch.zeros(q.shape[0], q.shape[1], *shape, device=q.device)
     of_row = _pool_of(rows, shape[0], q.device)
-    of_col = _pool_of(cols, shape[1], q.device)
     table = membership.tables(layout) if layout is not None else None
     for sequence, own, weight in _chunks(q, k, lse, scale, starts, rows, cols):
         if layout is not None and table is not None:
             heads = slice(sequence * layout.heads, (sequence + 1) * layout.heads)
             columns = torch.arange(cols[0], cols[0] + weight.shape[-1], device=q.device)
             weight = weight * membership.cells(layout, table, heads, own, columns)
-        by_col = weight.new_zeros(*weight.shape[:2], shape[1]).index_add_(2, of_col[: weight.shape[-1]], weight)
+        by_col = _pool_columns(weight, cols, shape[1])
         result[sequence].index_add_(1, of_row[own - rows[0]], by_col)
     return result
 
@@ -55,7 +55,7 @@ def coverage(layout: Layout, rows: tuple[int, int], cols: tuple[int, int], shape
     """float32 [B, Hq, shape]: how many cells of each tile the layout holds."""
     device = layout.device
     result = torch.zeros(layout.batch, layout.heads, *shape, device=device)
-    of_row, of_col = _pool_of(rows, shape[0], device), _pool_of(cols, shape[1], device)
+    of_row = _pool_of(rows, shape[0], device)
     table = membership.tables(layout)
     columns = torch.arange(*cols, device=device)
     step = max(1, _CELLS // (layout.heads * max(1, len(columns))))
@@ -64,8 +64,7 @@ def coverage(layout: Layout, rows: tuple[int, int], cols: tuple[int, int], shape
         first, stop = max(rows[0], layout.first_row[sequence], 0), min(rows[1], layout.length(sequence))
         for row in range(first, stop, step):
             own = torch.arange(row, min(row + step, stop), device=device)
-            inside = membership.cells(layout, table, heads, own, columns).float()
-            by_col = inside.new_zeros(*inside.shape[:2], shape[1]).index_add_(2, of_col, inside)
+            by_col = _pool_columns(membership.cells(layout, table, heads, own, columns).float(), cols, shape[1])
             result[sequence].index_add_(1, of_row[own - rows[0]], by_col)
     return result
 
@@ -80,10 +79,24 @@ def sums(
     for sequence, own, weight in _chunks(q, k, lse, scale, starts, (0, kv_len), (0, kv_len)):
         length = weight.shape[-1]
         columns[sequence, :, :length] += weight.sum(1)
-        source = own[:, None] - torch.arange(length, device=q.device)[None, :]
-        along = weight.gather(-1, source.clamp(min=0).expand(weight.shape)).masked_fill_(source < 0, 0.0)
-        distances[sequence, :, :length] += along.sum(1)
+        distances[sequence, :, :length] += by_distance(weight, own).sum(1)
     return columns, distances
+
+
+def _pool_columns(cells: torch.Tensor, cols: tuple[int, int], parts: int) -> torch.Tensor:
+    """[H, r, c] to [H, r, parts]: sums over the pools of `cols`, of which the cells are the first `c` columns."""
+    count = cols[1] - cols[0]
+    if cells.shape[-1] < count:
+        cells = torch.nn.functional.pad(cells, (0, count - cells.shape[-1]))
+    if count % parts == 0:
+        return cells.unflatten(-1, (parts, count // parts)).sum(-1)
+    bounds = torch.tensor(edges(0, count, parts), device=cells.device)
+    most = int((bounds[1:] - bounds[:-1]).max())
+    # Pools differ by at most one column; the short ones read the zero that is put behind the cells.
+    column = bounds[:-1, None] + torch.arange(most, device=cells.device)
+    column = torch.where(column < bounds[1:, None], column, count)
+    padded = torch.nn.functional.pad(cells, (0, 1))
+    return padded[..., column.flatten()].unflatten(-1, (parts, most)).sum(-1)
 
 
 def _pool_of(span: tuple[int, int], parts: int, device: torch.device) -> torch.Tensor:
