@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Cancelled,
         CaptureError,
         ConfigError,
+        ConfigMismatch,
         HeadscopeError,
         ModelError,
         PromptError,
@@ -32,7 +33,15 @@ _HOMES = {
     "attention": ("dense_attention", "masked_attention", "sparse_attention"),
     "capture": ("Capture",),
     "config": ("HeadConfig",),
-    "errors": ("Cancelled", "CaptureError", "ConfigError", "HeadscopeError", "ModelError", "PromptError"),
+    "errors": (
+        "Cancelled",
+        "CaptureError",
+        "ConfigError",
+        "ConfigMismatch",
+        "HeadscopeError",
+        "ModelError",
+        "PromptError",
+    ),
     "estimator": ("Estimator",),
     "host": ("HostProfile",),
     "index": ("Index", "build_index"),
@@ -43,13 +52,14 @@ _HOMES = {
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: F822 - resolved by __getattr__
+__all__ = [
     "AShape",
     "BlockSparse",
     "Cancelled",
     "Capture",
     "CaptureError",
     "ConfigError",
+    "ConfigMismatch",
     "Dense",
     "Estimator",
     "Fixed",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class HeadscopeError(Exception):
-    """A problem that a person can solve; the command line prints its message and nothing else."""
+    """A problem that a person can solve; the command line prints its message and leaves with `exit_code`.
+
+    1 means that something was refused or failed, 2 that what was given cannot be used.
+    """
+
+    exit_code = 1
 
 
 class ModelError(HeadscopeError):
@@ -14,9 +19,19 @@ class ModelError(HeadscopeError):
 class PromptError(HeadscopeError):
     """A prompt that is empty, unreadable or too long."""
 
+    exit_code = 2
+
 
 class ConfigError(HeadscopeError):
-    """A head config that is malformed, or that belongs to another model."""
+    """A head config that is malformed."""
+
+    exit_code = 2
+
+
+class ConfigMismatch(ConfigError):
+    """A head config that belongs to another model."""
+
+    exit_code = 1
 
 
 class CaptureError(HeadscopeError):

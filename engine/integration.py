@@ -19,7 +19,7 @@ from headscope.engine import rows as row_maths
 from headscope.engine.attention import dense_attention, sparse_attention
 from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
-from headscope.engine.errors import ConfigError, ModelError
+from headscope.engine.errors import ConfigMismatch, ModelError
 from headscope.engine.facts import FULL, text_config
 from headscope.engine.index import build_index
 from headscope.engine.modules import attention_modules, configs_of, tensor_parallel_rank
@@ -367,11 +367,11 @@ def apply(
     """Runs `model` with sparse prefill under `config` and dense decode, until the result is removed.
 
     `model` is a LoadedModel or transformers' own. A config set picks by the length at hand, or by `name`. Prompts
-    shorter than `host` says run dense. Raises ConfigError with every reason when the config does not fit (weights
+    shorter than `host` says run dense. Raises ConfigMismatch with every reason when the config does not fit (weights
     alone can be forced), and ModelError when the model cannot be served or already is.
     """
     reasons = config.check(model, force_weights=force_weights)
     if reasons:
-        raise ConfigError("this config does not fit the model: " + "; ".join(reasons))
+        raise ConfigMismatch("this config does not fit the model: " + "; ".join(reasons))
     bare = getattr(model, "model", model) if hasattr(model, "facts") else model
     return Applied(Hook(bare, SparsePrefill(config, host, name)).install())
