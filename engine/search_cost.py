@@ -1,0 +1,224 @@
+"""What a config costs in time: a model fitted to measured layers of the machine at hand.
+
+A layer takes `layer + sum over heads of fixed[family] + keys[family] * tokens + tile[family] * tiles`, where a tile
+is 64 x 128 cells that the kernel touches. Dense layers that the model keeps to itself have their own line. All
+coefficients are at least 0; the fit is by least squares of the relative error, once more without outliers, since
+other programs disturb single timings. The model is a file of its own: times are a machine's, budgets are not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headscope.engine import files
+from headscope.engine.errors import ConfigError
+from headscope.engine.patterns import Pattern
+from headscope.engine.search_grid import Grid
+from headscope.engine.search_measure import PromptResult
+
+FORMAT = "headscope.cost-model/1"
+TILE_CELLS = 64 * 128
+FAMILIES = ("dense", "a-shape", "vertical-slash", "block-sparse")
+_PARTS = ("fixed", "keys", "tile")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well the model explains the timings: relative errors over `samples` layers, `left_out` of them outliers."""
+
+    samples: int = 0
+    left_out: int = 0
+    median_error: float = 0.0
+    p90_error: float = 0.0
+    mean_bias: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Milliseconds. `heads[family]` has `fixed` per head, `keys` per 1,024 tokens and `tile` per tile.
+
+    `layer_ms` is paid once a sparse layer. `dense` is [per layer, per tile] of an all-dense layer, over all heads.
+    `other` is [per prompt, per 1,024 tokens] of everything that is not attention. `machine` says where it is from.
+    """
+
+    layer_ms: float
+    heads: dict[str, dict[str, float]]
+    dense: tuple[float, float]
+    other: tuple[float, float]
+    machine: dict[str, Any] = field(default_factory=dict)
+    fit: Fit = Fit()
+
+    def __post_init__(self) -> None:
+        for family in FAMILIES:
+            entry = self.heads.get(family)
+            if not isinstance(entry, dict) or set(entry) != set(_PARTS):
+                raise ConfigError(f"a cost model needs {', '.join(_PARTS)} for {family}.")
+        numbers = [self.layer_ms, *self.dense, *self.other, *(x for e in self.heads.values() for x in e.values())]
+        if any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < 1e12 for x in numbers):
+            raise ConfigError("the coefficients of a cost model must be numbers of at least 0.")
+
+    def head_ms(self, pattern: Pattern, tokens: int, tile_cells: float) -> float:
+        """One head of a sparse layer, its share of the layer's own cost left out."""
+        entry = self.heads[pattern.kind]
+        return entry["fixed"] + entry["keys"] * tokens / 1024 + entry["tile"] * tile_cells / TILE_CELLS
+
+    def dense_layer_ms(self, tokens: int, heads: int) -> float:
+        """A layer whose heads are all dense: it runs in the dense kernel."""
+        return self.dense[0] + self.dense[1] * heads * tokens * (tokens + 1) / 2 / TILE_CELLS
+
+    def other_ms(self, tokens: int) -> float:
+        """Everything in a prefill that is not attention."""
+        return self.other[0] + self.other[1] * tokens / 1024
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT} | asdict(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the model as a file that `--cost-model` takes."""
+        return files.write_atomic(path, files.indented(files.plain(self.to_dict()), 0) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CostModel:
+        """Read a file; `ConfigError` with one sentence if it is not a cost model."""
+        value = files.read_json(path)
+        if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
+            raise ConfigError(f'{path}: a cost model is a JSON object with "format": "{FORMAT}".')
+        try:
+            fit = Fit(**value.pop("fit"))
+            return cls(**{**value, "dense": tuple(value["dense"]), "other": tuple(value["other"]), "fit": fit})
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise ConfigError(f"{path}: the cost model lacks a field or has an unknown one.") from problem
+        except ConfigError as problem:
+            raise ConfigError(f"{path}: {problem}") from problem
+
+    @classmethod
+    def tiles(cls) -> CostModel:
+        """A model of no machine: one millisecond a tile, nothing else. It compares configs by computed tiles."""
+        entry = {"fixed": 0.0, "keys": 0.0, "tile": 1.0}
+        return cls(0.0, {family: dict(entry) for family in FAMILIES}, (0.0, 1.0), (0.0, 0.0), {"unit": "tiles"})
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed layer: the pattern of each head, what it touched, and the measured ms."""
+
+    patterns: tuple[Pattern, ...]
+    tile_cells: tuple[int, ...]
+    tokens: int
+    ms: float
+
+
+def samples(results: Iterable[PromptResult], grid: Grid) -> list[Sample]:
+    """Every timed layer of the results, uniform and mixed."""
+    found = []
+    for result in results:
+        for layer in result.layers:
+            rows = layer["rows"]
+            for pattern, row in zip(grid.candidates, rows, strict=True):
+                cells = tuple(row["tile_cells"])
+                found.append(Sample((pattern,) * len(cells), cells, result.tokens, row["index_ms"] + row["kernel_ms"]))
+            for mix in layer["mixed"]:
+                cells = tuple(rows[number]["tile_cells"][head] for head, number in enumerate(mix["picked"]))
+                patterns = tuple(grid.candidates[number] for number in mix["picked"])
+                found.append(Sample(patterns, cells, result.tokens, mix["index_ms"] + mix["kernel_ms"]))
+    return found
+
+
+def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) -> CostModel:
+    """The cost model of measured results. Same results, same model, to the last bit."""
+    timed = samples(results, grid)
+    several = len({result.tokens for result in results}) > 1
+    table = np.array([_features(sample, several) for sample in timed])
+    ms = np.array([sample.ms for sample in timed])
+    found = _relative_fit(table, ms)
+    error = table @ found / ms - 1
+    keep = np.abs(error - np.median(error)) <= max(0.05, 4 * float(np.median(np.abs(error - np.median(error)))))
+    found = _relative_fit(table[keep], ms[keep])
+    left = np.abs(table[keep] @ found / ms[keep] - 1)
+    quality = Fit(
+        len(timed), int((~keep).sum()), float(np.median(left)), float(np.quantile(left, 0.9)),
+        float((table[keep] @ found).sum() / ms[keep].sum() - 1),
+    )  # fmt: skip
+    heads = {
+        family: dict(zip(_PARTS, (float(x) for x in found[1 + 3 * at : 4 + 3 * at]), strict=True))
+        for at, family in enumerate(FAMILIES)
+    }
+    return CostModel(float(found[0]), heads, _dense_fit(results), _other_fit(results), machine, quality)
+
+
+def _features(sample: Sample, several: bool) -> list[float]:
+    row = [0.0] * (1 + 3 * len(FAMILIES))
+    row[0] = 1.0
+    for pattern, cells in zip(sample.patterns, sample.tile_cells, strict=True):
+        at = 1 + 3 * FAMILIES.index(pattern.kind)
+        row[at] += 1.0
+        if several:  # with one length, what grows with it cannot be told from what is fixed
+            row[at + 1] += sample.tokens / 1024
+        row[at + 2] += cells / TILE_CELLS
+    return row
+
+
+def _relative_fit(table: np.ndarray, ms: np.ndarray) -> np.ndarray:
+    return nonnegative_least_squares(table / ms[:, None], np.ones(len(ms)))
+
+
+def _dense_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
+    rows, ms = [], []
+    for result in results:
+        tiles = result.tokens * (result.tokens + 1) / 2 / TILE_CELLS
+        times = sorted(layer["dense_ms"] for layer in result.layers)
+        rows.append([1.0, tiles * len(result.layers[0]["rows"][0]["mean"])])
+        ms.append(times[len(times) // 2])
+    if len({row[1] for row in rows}) < 2:  # one length: all of it is put on the tiles
+        return 0.0, float(np.mean(ms) / rows[0][1])
+    found = _relative_fit(np.array(rows), np.array(ms))
+    return float(found[0]), float(found[1])
+
+
+def _other_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
+    rows = [[1.0, result.tokens / 1024] for result in results]
+    rest = [max(0.0, result.prefill_ms - sum(layer["dense_ms"] for layer in result.layers)) for result in results]
+    if not any(rest):
+        return 0.0, 0.0
+    if len({row[1] for row in rows}) < 2:
+        return 0.0, float(np.mean(rest) / rows[0][1])
+    found = nonnegative_least_squares(np.array(rows), np.array(rest))
+    return float(found[0]), float(found[1])
+
+
+def nonnegative_least_squares(table: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises |table x - target| (Lawson and Hanson, 1974, algorithm 23.10)."""
+    scale = np.linalg.norm(table, axis=0)
+    scale[scale == 0] = 1.0
+    a = table / scale
+    count = a.shape[1]
+    x, active = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(10 * count):
+        gradient = a.T @ (target - a @ x)
+        gradient[active] = -np.inf
+        best = int(np.argmax(gradient))
+        if gradient[best] <= 1e-9:
+            break
+        active[best] = True
+        while True:
+            trial = np.zeros(count)
+            trial[active] = np.linalg.lstsq(a[:, active], target, rcond=None)[0]
+            if trial[active].min(initial=1.0) > 0:
+                break
+            negative = active & (trial <= 0)
+            gap = x[negative] - trial[negative]
+            step = float(np.min(np.divide(x[negative], gap, out=np.zeros_like(gap), where=gap > 0)))
+            x = x + step * (trial - x)
+            active &= x > 1e-15
+            x[~active] = 0.0
+            if not active.any():
+                trial = np.zeros(count)
+                break
+        x = trial
+    return x / scale

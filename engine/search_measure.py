@@ -1,0 +1,296 @@
+"""The measuring half of a search: every head under every candidate, one layer of one prompt at a time.
+
+Q, K and V of one layer are held while its candidates run; what is kept is a few numbers per head and candidate.
+One result file per prompt, named by the hash of its token ids. A layer is written as soon as it is measured, so a
+run that is killed goes on where it was, to the same losses; a finished prompt is never measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from headscope.engine import files
+from headscope.engine.attention import sparse_attention
+from headscope.engine.errors import Cancelled, HeadscopeError, PromptError
+from headscope.engine.estimator import Estimator
+from headscope.engine.index import build_index
+from headscope.engine.measure import DensePass, LayerMeasurement, dense_pass, measure_heads, timed
+from headscope.engine.patterns import Pattern
+from headscope.engine.search_grid import Grid, check_length
+
+FORMAT = "headscope.search-result/1"
+
+STATS = (
+    "mean", "worst", "worst_row", "p99", "start", "middle", "end",
+    "output_error", "output_cosine", "requested_pairs", "computed_pairs", "tile_cells",
+)  # fmt: skip
+"""What is kept of a head under a candidate. Losses are shares of probability; `tile_cells` are the cells that the
+kernel touches: computed pairs, causal waste and padding."""
+
+MIXED = 3
+"""Layers of mixed candidates that are timed beside the uniform ones: a real config is a mix."""
+
+Visit = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+Cancel = Callable[[], bool]
+
+
+class SearchError(HeadscopeError):
+    """A search that cannot start, go on, or reach its target."""
+
+
+@dataclass(frozen=True)
+class SearchPrompt:
+    """A calibration prompt. `ids` are its token ids, `sha256` that of its text, `kind` such as prose or code."""
+
+    name: str
+    kind: str
+    ids: tuple[int, ...]
+    sha256: str
+
+    @property
+    def key(self) -> str:
+        """sha256 of the token ids: what a result file is named by."""
+        return hashlib.sha256(torch.tensor(self.ids, dtype=torch.int64).numpy().tobytes()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What provenance keeps; never the text."""
+        return {"name": self.name, "sha256": self.sha256, "tokens": len(self.ids), "kind": self.kind, "key": self.key}
+
+
+class Source(Protocol):
+    """Where Q, K and V come from: a model, or planted heads in a test."""
+
+    def stream(self, prompt: SearchPrompt, visit: Visit, layers: Sequence[int], cancel: Cancel | None) -> None:
+        """Calls `visit` with layer, q [1, Hq, S, D], k, v [1, Hkv, S, D] and scale, for each of `layers` in order."""
+
+    def prefill_ms(self, prompt: SearchPrompt) -> float:
+        """Wall time of a whole dense prefill; 0 where there is nothing but attention."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a measurement: which layers, candidates and estimator, on which implementation."""
+
+    layers: tuple[int, ...]
+    grid: Grid
+    estimator: Estimator
+    impl: str = "auto"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress: `done` of `total` units (a unit is one candidate on one layer of one prompt), seconds left."""
+
+    done: int
+    total: int
+    seconds_left: float
+    words: str
+
+
+Progress = Callable[[Step], None]
+
+
+class _Clock:
+    """Counts units and estimates what is left from the units of this process alone."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.done, self._measured = total, 0, 0
+        self._began = time.monotonic()
+        self._progress = progress
+
+    def skip(self, units: int) -> None:
+        self.done += units
+
+    def tick(self, words: str, units: int = 1) -> None:
+        self.done += units
+        self._measured += units
+        if self._progress is not None:
+            each = (time.monotonic() - self._began) / self._measured
+            self._progress(Step(self.done, self.total, each * (self.total - self.done), words))
+
+
+def result_path(folder: Path, prompt: SearchPrompt) -> Path:
+    """Where the result of a prompt lies in a run folder."""
+    return folder / "results" / f"{prompt.key}.json"
+
+
+def measure_prompts(
+    source: Source,
+    prompts: Iterable[SearchPrompt],
+    settings: Settings,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+) -> None:
+    """Measures what the run folder does not hold yet. Raises Cancelled within a layer; what is done is kept."""
+    todo = list(prompts)
+    for prompt in todo:
+        check_length(settings.grid, prompt.name, len(prompt.ids))
+    per_prompt = len(settings.layers) * (len(settings.grid) + MIXED)
+    clock = _Clock(per_prompt * len(todo), progress)
+    for prompt in todo:
+        if result_path(folder, prompt).exists():
+            clock.skip(per_prompt)
+            continue
+        _measure_prompt(source, prompt, settings, folder, clock, cancel)
+
+
+def _measure_prompt(
+    source: Source, prompt: SearchPrompt, settings: Settings, folder: Path, clock: _Clock, cancel: Cancel | None
+) -> None:
+    parts = folder / "parts" / prompt.key
+    held = {layer for layer in settings.layers if (parts / _part(layer)).exists()}
+    left = [layer for layer in settings.layers if layer not in held]
+    clock.skip(len(held) * (len(settings.grid) + MIXED))
+    if left:
+        _check(cancel)
+
+        def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+            found = measure_layer(q, k, v, scale, layer, prompt, settings, clock.tick, cancel)
+            files.write_atomic(parts / _part(layer), files.one_line(found) + "\n", SearchError)
+
+        source.stream(prompt, visit, left, cancel)
+    _check(cancel)
+    # Read back, so that a resumed prompt and an uninterrupted one come from the same bytes.
+    layers = [files.read_json(parts / _part(layer), SearchError) for layer in settings.layers]
+    head = {
+        "format": FORMAT,
+        "prompt": prompt.to_dict(),
+        "candidates": settings.grid.to_list(),
+        "estimator": settings.estimator.to_dict(),
+        "prefill_ms": source.prefill_ms(prompt),
+    }
+    lines = ",\n".join(files.one_line(layer) for layer in layers)
+    text = files.one_line(head)[:-1] + ', "layers": [\n' + lines + "\n]}\n"
+    files.write_atomic(result_path(folder, prompt), text, SearchError)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def measure_layer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    layer: int,
+    prompt: SearchPrompt,
+    settings: Settings,
+    tick: Callable[[str], None] = lambda words: None,
+    cancel: Cancel | None = None,
+) -> dict[str, Any]:
+    """All candidates on one layer: a JSON object with times and, per candidate, the `STATS` of every head."""
+    heads = q.shape[1]
+    words = f"{prompt.name}, layer {layer}"
+    dense = dense_pass(q, k, v, scale, impl=settings.impl)
+    again = dense_pass(q, k, v, scale, impl=settings.impl)  # the first may pay for warming up
+    dense = DensePass(dense.out, dense.lse, min(dense.ms, again.ms))
+    rows = []
+    for pattern in settings.grid.candidates:
+        _check(cancel)
+        found = measure_heads(
+            q, k, v, [pattern] * heads, scale=scale, estimator=settings.estimator, impl=settings.impl, dense=dense
+        )
+        rows.append({"index_ms": found.index_ms, "kernel_ms": found.kernel_ms} | _stats(found))
+        tick(words)
+    mixed = []
+    for picked in _mixes(len(settings.grid), heads, layer, prompt.key):
+        _check(cancel)
+        patterns = [settings.grid.candidates[number] for number in picked]
+        index_ms, kernel_ms = time_layer(q, k, v, scale, patterns, settings.estimator, settings.impl)
+        mixed.append({"picked": picked, "index_ms": index_ms, "kernel_ms": kernel_ms})
+        tick(words)
+    impl = found.impl
+    return {"layer": layer, "dense_ms": dense.ms, "impl": impl, "device": found.device, "rows": rows, "mixed": mixed}
+
+
+def time_layer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    patterns: Sequence[Pattern],
+    estimator: Estimator,
+    impl: str = "auto",
+) -> tuple[float, float]:
+    """Index and kernel time in ms of one layer under `patterns`, one per head."""
+    index, index_ms = timed(lambda: build_index(q, k, patterns, scale=scale, estimator=estimator, impl=impl), q.device)
+    _, kernel_ms = timed(lambda: sparse_attention(q, k, v, index, impl), q.device)
+    return index_ms, kernel_ms
+
+
+def _mixes(candidates: int, heads: int, layer: int, key: str) -> list[list[int]]:
+    """Seeded candidate numbers per head for the mixed timings."""
+    rng = random.Random(f"headscope mix {key} {layer}")
+    return [[rng.randrange(candidates) for _ in range(heads)] for _ in range(MIXED)]
+
+
+def _stats(found: LayerMeasurement) -> dict[str, list[Any]]:
+    table: dict[str, list[Any]] = {name: [] for name in STATS}
+    for head in found.heads:
+        start, middle, end = head.missed_mass_thirds
+        values = (
+            head.missed_mass_mean, head.missed_mass_worst, head.missed_mass_worst_row, head.missed_mass_p99,
+            start, middle, end, head.output_error, head.output_cosine,
+            head.requested_pairs, head.computed_pairs, sum(head.areas),
+        )  # fmt: skip
+        for name, value in zip(STATS, values, strict=True):
+            table[name].append(value)
+    return table
+
+
+def _part(layer: int) -> str:
+    return f"{layer:04d}.json"
+
+
+def _check(cancel: Cancel | None) -> None:
+    if cancel is not None and cancel():
+        raise Cancelled("The search was cancelled; what was measured is kept, and the same command goes on from there.")
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """A result file. `layers` are as `measure_layer` made them, ascending."""
+
+    prompt: dict[str, Any]
+    prefill_ms: float
+    layers: tuple[dict[str, Any], ...]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.prompt["tokens"])
+
+
+def read_result(path: str | os.PathLike[str], settings: Settings) -> PromptResult:
+    """The result of one prompt; SearchError if it is damaged or was measured under other settings."""
+    value = files.read_json(path, SearchError)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise SearchError(f"{path} is no search result; delete it and run the search again.")
+    if value.get("candidates") != files.plain(settings.grid.to_list()) or (
+        value.get("estimator") != settings.estimator.to_dict()
+    ):
+        raise SearchError(f"{path} was measured with other candidates or another estimator; choose a new run folder.")
+    layers = value.get("layers")
+    if not isinstance(layers, list) or [entry.get("layer") for entry in layers] != list(settings.layers):
+        raise SearchError(f"{path} holds other layers than were asked for; choose a new run folder.")
+    return PromptResult(value["prompt"], float(value["prefill_ms"]), tuple(layers))
+
+
+def read_results(folder: Path, prompts: Iterable[SearchPrompt], settings: Settings) -> tuple[PromptResult, ...]:
+    """The results of all prompts, sorted by their hash, so that neither order nor process count matters."""
+    found = []
+    for prompt in sorted(prompts, key=lambda prompt: prompt.key):
+        path = result_path(folder, prompt)
+        if not path.exists():
+            raise PromptError(f"The prompt {prompt.name} has no result in {folder}: run the search again.")
+        found.append(read_result(path, settings))
+    return tuple(found)
