@@ -14,6 +14,7 @@ from headscope.studio.lab import QUICK_HEADS, Lab
 from headscope.studio.panels import more_about
 from headscope.studio.results import METRICS, HeadDetail, Run
 from headscope.studio.state import View
+from headscope.studio.theme import GLYPHS
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def overview(seen: View, run: Run, draft: Draft, values: list[list[float]], grid
         f"Mean of all heads {words.percent(mean)}. Each cell is a head, its mark the pattern, orange the head on the "
         "right; click another."
     )
-    labels = [[pattern.label for pattern in row] for row in draft.patterns]
+    labels = [[words.label(pattern) for pattern in row] for row in draft.patterns]
     kinds = [[pattern.kind for pattern in row] for row in draft.patterns]
     widgets.figure(
         charts.overview(table, labels, kinds, (seen.layer, seen.head), draft.changed, name, state.colours()),
@@ -105,7 +106,7 @@ def worst_first(seen: View, values: list[list[float]], grid: list) -> None:
     frame = pl.DataFrame(
         {
             "head": [f"L{layer} H{head}" for layer, head, _ in rows],
-            "pattern": [widgets.pattern_text(one) for _, _, one in rows],
+            "pattern": [f"{GLYPHS[one.pattern.kind]} {words.budgets(one.pattern)}" for _, _, one in rows],
             "shown": [values[layer][head] for layer, head, _ in rows],
             "worst row": [one.missed_mass_worst for _, _, one in rows],
             "computes": [one.computed_density for _, _, one in rows],
@@ -122,13 +123,13 @@ def worst_first(seen: View, values: list[list[float]], grid: list) -> None:
         frame, key="worst", on_select=picked, selection_mode="single-row", hide_index=True, height=318,
         alt="Heads, the worst first",
         column_config={
-            "head": st.column_config.TextColumn(width=72),
-            "pattern": st.column_config.TextColumn(width=150),
+            "head": st.column_config.TextColumn(width=70),
+            "pattern": st.column_config.TextColumn(width=104),
             "shown": st.column_config.ProgressColumn(
                 METRICS[seen.metric].removeprefix("missed mass, "), min_value=0.0, max_value=max(top, 1e-6), **share
             ),
-            "worst row": st.column_config.NumberColumn(**share),
-            "computes": st.column_config.NumberColumn(**share),
+            "worst row": st.column_config.NumberColumn(width=84, **share),
+            "computes": st.column_config.NumberColumn(width=84, **share),
         },
     )  # fmt: skip
 
@@ -171,7 +172,7 @@ def all_heads(grid: list) -> pl.DataFrame:
                "requested_density", "computed_density", "time_share_ms")  # fmt: skip
     return pl.DataFrame(
         {"layer": [one.layer for one in flat], "head": [one.head for one in flat],
-         "pattern": [one.pattern.label for one in flat]}
+         "pattern": [words.label(one.pattern) for one in flat]}
         | {name: [getattr(one, name) for one in flat] for name in numbers}
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def layout(
         margin={"l": 8, "r": 8, "t": 62 if legend else 38, "b": 8},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "Source Sans, Source Sans 3, sans-serif", "size": 12, "color": theme.faint},
+        font={"family": "\"Source Sans\", sans-serif", "size": 12, "color": theme.faint},
         hoverlabel={"bgcolor": theme.panel, "bordercolor": theme.grid, "font": {"color": theme.ink, "size": 12}},
         dragmode=False,
         transition={"duration": 0},
@@ -182,7 +182,8 @@ def pooled_map(
         go.Heatmap(
             x=columns, y=rows, z=z.astype(np.float32), zmin=low, zmax=high, colorscale=theme.mass_scale,
             customdata=np.dstack([np.nan_to_num(layer) for layer in layers]).astype(np.float32), hoverongaps=False,
-            hovertemplate=f"query ~%{{y:.0f}}, key ~%{{x:.0f}}<br>%{{customdata[0]:.3%}} of the row{extra}<extra></extra>",
+            hovertemplate="query ~%{y:.0f}, key ~%{x:.0f}<br>%{customdata[0]:.3%} of the row" + extra
+            + "<extra></extra>",
             colorbar={"orientation": "h", "thickness": 6, "len": 1.0, "x": 0.5, "y": -0.24, "yanchor": "top",
                       "tickvals": ticks, "ticktext": names, "outlinewidth": 0, "ticklen": 2,
                       "tickfont": {"size": 10, "color": theme.faint}},
@@ -201,8 +202,12 @@ def pooled_map(
             marker={"symbol": "circle-open", "size": 9, "color": theme.missed, "line": {"width": 1.6}},
         )  # fmt: skip
     layout(figure, theme, title, height, legend=False)
-    figure.update_xaxes(title="key position (token)", range=[column_edges[0], column_edges[-1]], nticks=5)
-    figure.update_yaxes(title="query position (token)", range=[row_edges[-1], row_edges[0]], nticks=6)
+    # Fixed margins: the three maps of a head must stand alike, whatever their labels.
+    figure.update_layout(margin={"l": 58, "r": 14, "t": 38, "b": 84})
+    figure.update_xaxes(
+        title="key position (token)", range=[column_edges[0], column_edges[-1]], nticks=5, automargin=False
+    )
+    figure.update_yaxes(title="query position (token)", range=[row_edges[-1], row_edges[0]], nticks=6, automargin=False)
     return figure
 
 
@@ -307,13 +312,12 @@ def trade_off(
     return figure
 
 
-def by_layer(isolated: Sequence[float], in_situ: Sequence[float], theme: Theme) -> go.Figure:
+def by_layer(layers: Sequence[int], isolated: Sequence[float], in_situ: Sequence[float], theme: Theme) -> go.Figure:
     """Mean missed mass of each layer, measured alone and with the earlier layers sparse too."""
-    layers = list(range(len(isolated)))
     figure = go.Figure()
-    figure.add_bar(x=layers, y=list(isolated), name="isolated: on the dense model's Q/K/V", marker_color=theme.mass[3],
-                   hovertemplate="layer %{x}: %{y:.2%}<extra>isolated</extra>")  # fmt: skip
-    figure.add_bar(x=layers, y=list(in_situ), name="in situ: earlier layers sparse too", marker_color=theme.wash,
+    figure.add_bar(x=list(layers), y=list(isolated), name="isolated: on the dense model's Q/K/V",
+                   marker_color=theme.mass[3], hovertemplate="layer %{x}: %{y:.2%}<extra>isolated</extra>")  # fmt: skip
+    figure.add_bar(x=list(layers), y=list(in_situ), name="in situ: earlier layers sparse too", marker_color=theme.wash,
                    hovertemplate="layer %{x}: %{y:.2%}<extra>in situ</extra>")  # fmt: skip
     layout(figure, theme, "Missed mass by layer, alone and in place", 280, barmode="group", bargap=0.25)
     figure.update_xaxes(title="layer", dtick=max(1, len(layers) // 15))

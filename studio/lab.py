@@ -14,24 +14,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from headscope.engine import measure
 from headscope.engine.capture import Capture, capture
 from headscope.engine.errors import CaptureError, HeadscopeError
 from headscope.engine.estimator import Estimator
 from headscope.engine.facts import ModelFacts
 from headscope.engine.index import build_index
-from headscope.engine.measure import HeadMeasurement
+from headscope.engine.inspection import hardware, versions
+from headscope.engine.measure import DensePass, HeadMeasurement, LayerMeasurement, dense_pass, measure_heads
 from headscope.engine.model import LoadedModel, load_model
 from headscope.engine.oracle import LossSplit, loss_split
 from headscope.engine.packaged import PACKAGED, cache_dir
-from headscope.engine.patterns import Pattern, VerticalSlash
+from headscope.engine.patterns import Pattern
 from headscope.kernels.layout import TILES_VERSION
-from headscope.studio import prompts
+from headscope.studio import prompts, words
 from headscope.studio.draft import Draft, Grid, pattern_key
 from headscope.studio.errors import StoreError
 from headscope.studio.jobs import Context, Worker
@@ -39,10 +40,6 @@ from headscope.studio.maps import head_maps
 from headscope.studio.results import HeadDetail, Run, measurement_from_dict
 from headscope.studio.shelf import Shelf
 from headscope.studio.store import RunRow, Store, new_id, now
-from headscope.studio.versions import versions
-
-START = VerticalSlash(vertical=64, slash=256, sink=4, local=16)
-"""What every head gets before anybody has tuned anything."""
 
 QUICK_HEADS = 16
 """Up to so many heads are measured while the page waits; more become a job with progress."""
@@ -90,7 +87,8 @@ class Lab:
         self._runs: Recent[Run] = Recent(16)
         self._captures: Recent[Capture] = Recent(2)
         self._known: Recent[HeadMeasurement] = Recent(200_000)
-        self._dense: Recent[measure.Dense] = Recent(64)
+        self._dense: Recent[DensePass] = Recent(64)
+        self._points: Recent[tuple[str, str, float, float, float]] = Recent(2048)
         self._splits: Recent[LossSplit] = Recent(256)
         self._details: Recent[HeadDetail] = Recent(48)
         self._warmed: set[str] = set()
@@ -177,12 +175,12 @@ class Lab:
             cancel=lambda: context.cancelled,
         )
         capture_ms = (time.perf_counter() - began) * 1e3
-        chosen, found = grid(loaded.facts), []
+        chosen, found = grid(loaded.facts), list[HeadMeasurement]()
         began, impl = time.perf_counter(), ""
         for layer in taken.layers:
             context.step(layers + layer, 2 * layers, f"Measuring: layer {layer + 1} of {layers}")
             q, k, v = taken.layer(layer)
-            result = measure.measure_heads(
+            result = measure_heads(
                 q, k, v, chosen[layer], layer=layer, scale=taken.scales[layer], estimator=self.estimator
             )
             impl = result.impl
@@ -191,7 +189,8 @@ class Lab:
             id=new_id(), model=name, fingerprint=loaded.fingerprint, prompt_sha256=prompt.sha256, tokens=encoded.tokens,
             chat_template=chat, device=str(loaded.device), dtype=str(loaded.dtype).removeprefix("torch."), impl=impl,
             tiles=TILES_VERSION, estimator=self.estimator.to_dict(), capture_ms=capture_ms,
-            measure_ms=(time.perf_counter() - began) * 1e3, versions=versions(), created_at=now(),
+            measure_ms=(time.perf_counter() - began) * 1e3, versions=versions() | {"hardware": hardware(loaded.device)},
+            created_at=now(),
         )  # fmt: skip
         context.step(2 * layers, 2 * layers, "Keeping the capture")
         stored = self.shelf.put(row.id, taken, capture_bytes(loaded.facts, encoded.tokens, loaded.dtype.itemsize))
@@ -254,7 +253,11 @@ class Lab:
         ]
 
     def measure(
-        self, run: Run, wanted: Sequence[tuple[int, int, Pattern]], context: Context | None = None
+        self,
+        run: Run,
+        wanted: Sequence[tuple[int, int, Pattern]],
+        context: Context | None = None,
+        remember: bool = True,
     ) -> list[HeadMeasurement]:
         """Measures heads under patterns, a layer at a time, and remembers them. On the worker's thread."""
         taken = self.capture(run)
@@ -267,7 +270,8 @@ class Lab:
             if context is not None:
                 context.step(step, len(by_layer), f"Measuring: layer {layer}, {step + 1} of {len(by_layer)}")
             found += self._measure_some(run, taken, layer, heads)
-        self._remember(run.id, found)
+        if remember:
+            self._remember(run.id, found)
         return found
 
     def _measure_some(
@@ -276,7 +280,7 @@ class Lab:
         q, k, v = _on_device(taken, layer, run)
         rows = torch.tensor([head for head, _ in heads], device=q.device)
         shared = rows // run.facts.group
-        result = measure.measure_heads(
+        result = measure_heads(
             q[:, rows], k[:, shared], v[:, shared], [pattern for _, pattern in heads],
             layer=layer, scale=taken.scales[layer], estimator=self.estimator,
         )  # fmt: skip
@@ -322,12 +326,10 @@ class Lab:
         q, k, v = self._head_tensors(run, layer, head)
         scale = self.capture(run).scales[layer]
         dense = self._dense_pass(run, layer, head, q, k, v, scale)
-        results, began = [], time.perf_counter()
+        results, began = list[LayerMeasurement](), time.perf_counter()
         while not results or (len(results) < 3 and time.perf_counter() - began < TIMING_BUDGET_S):
             results.append(
-                measure.measure_heads(
-                    q, k, v, [pattern], layer=layer, scale=scale, estimator=self.estimator, dense=dense
-                )
+                measure_heads(q, k, v, [pattern], layer=layer, scale=scale, estimator=self.estimator, dense=dense)
             )
         last = results[-1]
         measurement = replace(last.heads[0], head=head)
@@ -344,6 +346,32 @@ class Lab:
             missed=missed.float().cpu().numpy(),
             maps=head_maps(q, k, dense.lse, last.index, missed, rows=rows, columns=columns),
         )
+
+    def curve(
+        self, run: Run, layer: int, head: int, patterns: Sequence[Pattern]
+    ) -> list[tuple[str, str, float, float, float]]:
+        """One head under several patterns: family, label, computed density, time alone in ms, missed mass."""
+
+        def one(pattern: Pattern) -> tuple[str, str, float, float, float]:
+            q, k, v = self._head_tensors(run, layer, head)
+            scale = self.capture(run).scales[layer]
+            dense = self._dense_pass(run, layer, head, q, k, v, scale)
+            result = measure_heads(q, k, v, [pattern], layer=layer, scale=scale, estimator=self.estimator, dense=dense)
+            found = result.heads[0]
+            ms = result.index_ms + result.kernel_ms
+            return pattern.kind, words.label(pattern), found.computed_density, ms, found.missed_mass_mean
+
+        points = []
+        for pattern in patterns:
+            key = (run.id, layer, head, pattern_key(pattern))
+            with self._lock:
+                known = self._points.fetch(key)
+            if known is None:
+                known = self.worker.quick(partial(one, pattern))
+                with self._lock:
+                    self._points.keep(key, known)
+            points.append(known)
+        return points
 
     def loss_split(self, run: Run, layer: int, head: int, pattern: Pattern) -> LossSplit:
         """A head's loss in four steps. A short call, but slower than `detail`."""
@@ -377,15 +405,15 @@ class Lab:
 
     def _dense_pass(
         self, run: Run, layer: int, head: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> measure.Dense:
+    ) -> DensePass:
         key = (run.id, layer, head)
         with self._lock:
             known = self._dense.fetch(key)
         if known is not None:
             return known
-        passes, began = [], time.perf_counter()
+        passes, began = list[DensePass](), time.perf_counter()
         while not passes or (len(passes) < 3 and time.perf_counter() - began < TIMING_BUDGET_S):
-            passes.append(measure.dense_pass(q, k, v, scale))
+            passes.append(dense_pass(q, k, v, scale))
         made = replace(passes[-1], ms=statistics.median(one.ms for one in passes))
         with self._lock:
             return self._dense.keep(key, made)

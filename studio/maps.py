@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,12 +81,13 @@ def head_maps(
     """
     length, query_rows = k.shape[2], q.shape[2]
     first = length - query_rows
-    span = {"rows": _clip(rows, first, length), "cols": _clip(columns, 0, length)}
-    row_edges, column_edges = edges(*span["rows"], cells), edges(*span["cols"], cells)
+    rows, columns = _clip(rows, first, length), _clip(columns, 0, length)
+    row_edges, column_edges = edges(*rows, cells), edges(*columns, cells)
     shape = (len(row_edges) - 1, len(column_edges) - 1)
-    dense = mass.pooled_map(q, k, lse, scale=index.scale, shape=shape, **span)[0, 0].cpu().numpy()
-    kept = mass.pooled_map(q, k, lse, scale=index.scale, shape=shape, index=index, **span)[0, 0].cpu().numpy()
-    covered = mass.coverage_map(index, shape=shape, **span)[0, 0].cpu().numpy()
+    crop = partial(mass.pooled_map, q, k, lse, scale=index.scale, shape=shape, rows=rows, cols=columns)
+    dense = crop()[0, 0].cpu().numpy()
+    kept = crop(index=index)[0, 0].cpu().numpy()
+    covered = mass.coverage_map(index, shape=shape, rows=rows, cols=columns)[0, 0].cpu().numpy()
     causal = causal_pairs(row_edges, column_edges)
     void = causal == 0
     share = np.divide(covered, causal, out=np.zeros(shape), where=~void)

@@ -13,9 +13,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             sha256 VARCHAR PRIMARY KEY, name VARCHAR NOT NULL, kind VARCHAR NOT NULL, text VARCHAR NOT NULL,
             created_at TIMESTAMP NOT NULL)""",
         """CREATE TABLE runs (
-            id VARCHAR PRIMARY KEY, model VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, prompt_sha256 VARCHAR NOT NULL,
-            tokens INTEGER NOT NULL, chat_template BOOLEAN NOT NULL, device VARCHAR NOT NULL, dtype VARCHAR NOT NULL,
-            impl VARCHAR NOT NULL, tiles VARCHAR NOT NULL, estimator JSON NOT NULL, capture_ms DOUBLE NOT NULL,
+            id VARCHAR PRIMARY KEY, model VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL,
+            prompt_sha256 VARCHAR NOT NULL, tokens INTEGER NOT NULL, chat_template BOOLEAN NOT NULL,
+            device VARCHAR NOT NULL, dtype VARCHAR NOT NULL, impl VARCHAR NOT NULL, tiles VARCHAR NOT NULL,
+            estimator JSON NOT NULL, capture_ms DOUBLE NOT NULL,
             measure_ms DOUBLE NOT NULL, versions JSON NOT NULL, created_at TIMESTAMP NOT NULL)""",
         """CREATE TABLE head_measurements (
             run_id VARCHAR NOT NULL, context VARCHAR NOT NULL, layer INTEGER NOT NULL, head INTEGER NOT NULL,

@@ -112,8 +112,8 @@ def loss(held: Lab, run: Run, detail: HeadDetail) -> None:
     st.markdown(remedy(split.steps, detail))
     rows = f"{split.rows:,} sampled rows" if split.sampled else f"all {split.rows:,} rows"
     st.caption(
-        f"At equal requested cells, over {rows}: the best keys of each row; the best geometry, greedily chosen with all "
-        "rows known; what the online index chose; what the tiles add. Steps may be negative, since greedy is not optimal."
+        f"At equal requested cells, over {rows}: the best keys of each row; the best geometry, greedily chosen with "
+        "all rows known; what the online index chose; what the tiles add. Steps may be negative: greedy is not optimal."
     )
 
 
@@ -125,9 +125,9 @@ def remedy(steps: tuple[float, float, float, float], detail: HeadDetail) -> str:
         return "The loss is small: a smaller budget may do, and would be faster."
     largest = max(range(3), key=lambda index: steps[index])
     advice = (
-        "**More budget.** Even the best keys of each row would miss most of this, so no other choice of as many cells helps.",
+        "**More budget.** Even the best keys of each row would miss most of this: no other choice of cells helps.",
         "**Another pattern.** The budget would do, but this family cannot lay its cells where the probability is.",
-        "**More sampling.** The family and budget would do, but the rows sampled for the index do not speak for the others.",
+        "**More sampling.** The family and budget would do, but the rows sampled for the index do not speak for all.",
     )[largest]
     slow = detail.sparse_ms > detail.dense_ms
     return advice + (" It is slower than dense here as well, so dense below some length may be best." if slow else "")
@@ -142,7 +142,7 @@ def group(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     frame = pl.DataFrame(
         {
             "head": [f"L{seen.layer} H{head}" for head in members],
-            "pattern": [draft.patterns[seen.layer][head].label for head in members],
+            "pattern": [words.label(draft.patterns[seen.layer][head]) for head in members],
             "missed, mean": [None if one is None else one.missed_mass_mean for one in found],
             "missed, worst row": [None if one is None else one.missed_mass_worst for one in found],
             "computes": [None if one is None else one.computed_density for one in found],

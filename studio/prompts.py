@@ -6,11 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from headscope.engine.encode import encode as engine_encode
+from headscope.engine.encode import has_template
 from headscope.engine.errors import PromptError
+from headscope.engine.model import LoadedModel
 from headscope.engine.prompts import SamplePrompt, checked_text, list_prompts
 from headscope.studio.words import size
 
@@ -78,26 +80,14 @@ def _checked(name: str, kind: str, data: bytes, words: str) -> Prompt:
     return Prompt(name, kind, checked_text(data, words))
 
 
-def encode(loaded: Any, text: str, chat: bool) -> Encoded:
+def encode(loaded: LoadedModel, text: str, chat: bool) -> Encoded:
     """Token ids and pieces. PromptError if the model cannot take it (too short, too long, no chat template)."""
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise PromptError(f"The model {loaded.name} has no tokenizer, so it cannot read text.")
-    if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise PromptError(f"The model {loaded.name} has no chat template: switch the template off.")
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=not chat, return_attention_mask=False, verbose=False)["input_ids"]
-    limit = loaded.facts.max_position
-    if len(ids) < FEWEST_TOKENS:
-        raise PromptError(f"The prompt has {len(ids)} tokens, and a picture needs at least {FEWEST_TOKENS}.")
-    if limit and len(ids) > limit:
-        raise PromptError(
-            f"The prompt has {len(ids):,} tokens and {loaded.name} reads at most {limit:,}: "
-            "cut it, or choose another model."
-        )
-    return Encoded(torch.tensor([ids], dtype=torch.long), tuple(tokenizer.batch_decode([[token] for token in ids])))
+    if chat and not has_template(loaded):
+        raise PromptError(f"The model {loaded.name} has no chat template: switch the template off.")
+    ids = engine_encode(loaded, text, chat)
+    if ids.shape[1] < FEWEST_TOKENS:
+        raise PromptError(f"The prompt has {ids.shape[1]} tokens, and a picture needs at least {FEWEST_TOKENS}.")
+    return Encoded(ids, tuple(loaded.tokenizer.batch_decode([[token] for token in ids[0].tolist()])))
 
 
 def rough_tokens(text: str) -> int:

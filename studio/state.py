@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
-from headscope.engine.config import HeadConfig
 from headscope.engine.errors import HeadscopeError, PromptError
 from headscope.engine.facts import ModelFacts
+from headscope.engine.inspection import starting_config
 from headscope.engine.packaged import PACKAGED
 from headscope.studio import prompts
 from headscope.studio.draft import Draft, Grid
-from headscope.studio.lab import START, Lab
+from headscope.studio.lab import Lab
 from headscope.studio.results import METRICS, Run
 from headscope.studio.shelf import Shelf
 from headscope.studio.store import default_path
@@ -150,8 +150,8 @@ def current_run(held: Lab, seen: View) -> Run | None:
 
 
 def start_grid(facts: ModelFacts) -> Grid:
-    """The patterns before anybody tuned: `START`, and dense where a layer has its own kind of attention."""
-    config = HeadConfig.uniform(facts, START)
+    """The patterns before anybody tuned: the engine's start, dense where a layer has its own kind of attention."""
+    config = starting_config(facts)
     return tuple(config.patterns(layer) for layer in range(facts.layers))
 
 
@@ -162,7 +162,7 @@ def draft_of(held: Lab, session: str, facts: ModelFacts) -> Draft:
     shape = (facts.layers, facts.query_heads)
     if known is not None and (len(known.base), len(known.base[0])) == shape:
         return known
-    return held.keep_draft(Draft(draft_id, f"start ({START.label})", None, start_grid(facts)))
+    return held.keep_draft(Draft(draft_id, "start", None, start_grid(facts)))
 
 
 def colours() -> Theme:

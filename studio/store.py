@@ -383,7 +383,8 @@ def _insert_measurements(
     cursor: duckdb.DuckDBPyConnection, run_id: str, context: str, measurements: Sequence[dict[str, Any]]
 ) -> None:
     numbers = (
-        "missed_mass_mean", "missed_mass_worst", "missed_mass_p99", "output_error", "requested_density", "computed_density",
+        "missed_mass_mean", "missed_mass_worst", "missed_mass_p99", "output_error", "requested_density",
+        "computed_density",
     )  # fmt: skip
     rows = [
         [run_id, context, body["layer"], body["head"], json.dumps(body["pattern"])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
@@ -191,27 +192,33 @@ def map_controls(seen: View, run: Run, key: str) -> None:
 
 def maps(detail: HeadDetail, seen: View, key: str) -> None:
     """The three pictures, on one scale."""
-    found, theme = detail.maps, state.colours()
-    common = {"logarithmic": seen.logarithmic, "top": _peak(found.dense)}
-    spans = (found.row_edges, found.column_edges)
-    drawn = (
-        ("dense", "Dense, exact", found.dense, {}),
-        ("computed", "Computed (orange: left out)", found.dense, {"computed": found.computed}),
-        ("missed", "Missed, exact", found.missed, {"marked": [(p.query, p.key) for p in found.places[:5]]}),
-    )
-    side = found.row_edges[1] - found.row_edges[0]
-    for column, (name, title, values, more) in zip(st.columns(3, gap="small"), drawn, strict=True):
-        with column:
-            figure(
-                charts.pooled_map(values, *spans, title, theme, **common, **more),
-                f"{key}-{name}",
-                f"{title}. Rows are query positions, columns key positions, {len(found.row_edges) - 1} by "
-                f"{len(found.column_edges) - 1} cells of about {side} tokens; colour is the share of a row's probability.",
-                lambda values=values: map_frame(detail, values),
-            )
+    found = detail.maps
+    peak, side = _peak(found.dense), found.row_edges[1] - found.row_edges[0]
+    marked = [(place.query, place.key) for place in found.places[:5]]
+    first, second, third = st.columns(3, gap="small")
+
+    def one(name: str, title: str, values: np.ndarray, **more: Any) -> None:
+        drawn = charts.pooled_map(
+            values, found.row_edges, found.column_edges, title, state.colours(),
+            logarithmic=seen.logarithmic, top=peak, **more,
+        )  # fmt: skip
+        figure(
+            drawn,
+            f"{key}-{name}",
+            f"{title}. Rows are query positions, columns key positions, {len(found.row_edges) - 1} by "
+            f"{len(found.column_edges) - 1} cells of about {side} tokens; colour is the share of a row's mass.",
+            lambda: map_frame(detail, values),
+        )
+
+    with first:
+        one("dense", "Dense, exact", found.dense)
+    with second:
+        one("computed", "Computed (orange: left out)", found.dense, computed=found.computed)
+    with third:
+        one("missed", "Missed, exact", found.missed, marked=marked)
 
 
-def map_frame(detail: HeadDetail, values: Any) -> pl.DataFrame:
+def map_frame(detail: HeadDetail, values: np.ndarray) -> pl.DataFrame:
     """A map's cells as rows: query and key ranges and the share."""
     found = detail.maps
     rows, columns = values.shape
@@ -284,7 +291,7 @@ def numbers(detail: HeadDetail, before: HeadDetail | None = None) -> None:
 
 def pattern_text(measurement: HeadMeasurement) -> str:
     """A pattern with its mark."""
-    return f"{GLYPHS.get(measurement.pattern.kind, '')} {measurement.pattern.label}"
+    return f"{GLYPHS.get(measurement.pattern.kind, '')} {words.label(measurement.pattern)}"
 
 
 def choose_metric(seen: View, key: str) -> None:
@@ -295,6 +302,6 @@ def choose_metric(seen: View, key: str) -> None:
     )  # fmt: skip
 
 
-def _peak(values: Any) -> float:
+def _peak(values: np.ndarray) -> float:
     known = values[values == values]
     return float(known.max()) if known.size else 1.0

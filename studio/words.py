@@ -6,6 +6,8 @@ import html
 import re
 from collections.abc import Sequence
 
+from headscope.engine.patterns import AShape, BlockSparse, Budget, Fixed, Fraction, Pattern, VerticalSlash
+
 
 def percent(value: float) -> str:
     """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %", 0 is "0 %"."""
@@ -43,6 +45,32 @@ def count(value: int, one: str, many: str | None = None) -> str:
     return f"{value:,} {one if value == 1 else many or one + 's'}"
 
 
+def budget(value: Budget | None) -> str:
+    """A budget as text: "256", or "6 %" for a share of the prompt."""
+    if isinstance(value, Fraction):
+        return f"{value.of * 100:.3g} %"
+    return "" if value is None else f"{value:,}"
+
+
+def budgets(pattern: Pattern) -> str:
+    """The budgets of a pattern, short: "64 / 256", "4 windows", "8 × 64"."""
+    if isinstance(pattern, AShape):
+        return f"{budget(pattern.sink)} / {budget(pattern.window)}"
+    if isinstance(pattern, VerticalSlash):
+        second = budget(pattern.slash) if pattern.windows is None else f"{budget(pattern.windows)} win"
+        return f"{budget(pattern.vertical)} / {second}"
+    if isinstance(pattern, BlockSparse):
+        return f"{budget(pattern.blocks)} × {pattern.block_size}"
+    if isinstance(pattern, Fixed):
+        return f"{len(pattern.columns)} + {len(pattern.distances)} + {len(pattern.blocks)}"
+    return ""
+
+
+def label(pattern: Pattern) -> str:
+    """A pattern in full: "vertical-slash 64 / 256"."""
+    return f"{pattern.kind} {budgets(pattern)}".strip()
+
+
 def inert(text: str) -> str:
     """Text that plotly shows as it is: hover labels otherwise read tags."""
     return html.escape(text, quote=False)
@@ -50,6 +78,8 @@ def inert(text: str) -> str:
 
 def plain_markdown(text: str) -> str:
     """A sentence for a message box, with everything that markdown would read taken as text."""
+    text = text.strip()
+    text = text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
     return re.sub(r"([\\`*_{}\[\]()<>#+\-.!|$~:])", r"\\\1", text)
 
 

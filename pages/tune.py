@@ -1,0 +1,238 @@
+"""What one head needs: change its pattern and budgets, see every number follow, and try the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import streamlit as st
+
+from headscope.engine.errors import HeadscopeError
+from headscope.engine.patterns import Fraction, Pattern
+from headscope.studio import charts, editor, state, trial, widgets, words
+from headscope.studio.draft import SCOPES, Draft
+from headscope.studio.jobs import sentence
+from headscope.studio.lab import Lab
+from headscope.studio.panels import loss
+from headscope.studio.results import HeadDetail, Run
+from headscope.studio.state import View
+from headscope.studio.theme import GLYPHS
+
+
+def main() -> None:
+    held, seen = widgets.page("Tune")
+    ended = widgets.finished(held, seen)
+    if ended is not None and ended.kind == "compare":
+        seen.extra["comparison"] = ended.result
+    run = state.current_run(held, seen)
+    state.keep_link(seen, run)
+    if run is None:
+        st.title("Nothing to tune yet", anchor=False)
+        st.markdown("Run a prompt on the Heads page first: tuning replays its captured queries, keys and values.")
+        st.page_link(st.Page("pages/heads.py", title="Go to Heads"), icon=":material/grid_view:")
+        return
+    draft = state.draft_of(held, seen.session, run.facts)
+    widgets.strip(run, draft)
+    left, right = st.columns([4, 9], gap="large")
+    with left:
+        controls(held, seen, run, draft)
+    with right:
+        outcome(held, seen, run, state.draft_of(held, seen.session, run.facts))
+    st.divider()
+    widgets.progress(held, seen)
+    trial.whole_model(held, seen, run, draft)
+
+
+def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
+    """Which head, which pattern, which budgets; where else to use them; undo."""
+    values = widgets.metric_grid(held.grid(run.id, draft.patterns), "missed_mass_mean")
+    widgets.head_picker(seen, run, widgets.head_order(seen, values), "tune")
+    pattern = draft.patterns[seen.layer][seen.head]
+    tokens = run.row.tokens
+    st.segmented_control(
+        "Pattern", editor.KINDS, format_func=lambda kind: f"{GLYPHS[kind]} {kind}", required=True,
+        **state.bind("kind", pattern.kind if pattern.kind in editor.KINDS else "dense",
+                     lambda kind: edit(held, seen, draft, editor.default(kind, tokens))),
+    )  # fmt: skip
+    if pattern.kind == "fixed":
+        st.caption("This head has fixed positions from a file; choosing a pattern above replaces them.")
+    budgets(held, seen, draft, pattern, tokens)
+    st.markdown("**Use this pattern for**")
+    with st.container(horizontal=True):
+        for scope in SCOPES[1:]:
+            heads = draft.scope(scope, seen.layer, seen.head, run.facts.group)
+            if scope == "same pattern":
+                base = previous(draft, seen)
+                heads = [(layer, head) for layer, row in enumerate(draft.patterns) for head, one in enumerate(row)
+                         if one == base]  # fmt: skip
+            others = [place for place in heads if draft.patterns[place[0]][place[1]] != pattern]
+            label = "heads as it was" if scope == "same pattern" else scope
+            st.button(
+                f"{label} ({len(others)})", key=f"scope-{scope}", disabled=not others,
+                help=f"Gives {words.label(pattern)} to {words.count(len(others), 'other head')}",
+                on_click=spread, args=(held, seen, draft, label, others, pattern),
+            )  # fmt: skip
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.button(
+            "Undo",
+            icon=":material/undo:",
+            key="undo",
+            disabled=not draft.edits,
+            on_click=undo,
+            args=(held, seen, draft),
+        )
+        last = draft.edits[-1].label if draft.edits else "no edits yet"
+        st.text(f"{draft.title}\nlast: {last}" if draft.edits else draft.title)
+
+
+def previous(draft: Draft, seen: View) -> Pattern:
+    """The pattern that this head had in the version that the draft stands on."""
+    standing = draft
+    while standing.edits and standing.edits[-1].base is None:
+        standing = standing.undone()
+    return standing.patterns[seen.layer][seen.head]
+
+
+def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) -> None:
+    """One number field a budget; in tokens, or as a share of the prompt."""
+    found = editor.fields_of(pattern)
+    if not found:
+        st.caption("Dense computes every causal pair: nothing to choose.")
+        return
+    numbers = editor.values_of(pattern)
+    share = any(isinstance(value, Fraction) for value in numbers.values())
+
+    def write(name: str, value: Any) -> None:
+        if value is None:
+            return
+        budget = Fraction(of=value / 100, least=1) if share and name in shared else int(value)
+        rebuild(held, seen, draft, pattern.kind, numbers | {name: budget})
+
+    shared = {field.name for field in found if field.share and not (field.name == "sink" and field.least == 0)}
+    columns = st.columns(2)
+    for index, field in enumerate(found):
+        value = numbers[field.name]
+        key = f"budget-{field.name}"
+        with columns[index % 2]:
+            if isinstance(value, Fraction):
+                st.number_input(
+                    field.label + ", % of prompt", 0.01, 100.0, step=0.5, format="%.2f", help=field.help,
+                    **state.bind(key, round(value.of * 100, 2), lambda new, name=field.name: write(name, new)),
+                )  # fmt: skip
+            else:
+                most = 4096 if field.name == "block_size" else max(tokens, int(value))
+                st.number_input(
+                    field.label, field.least, most, step=step(field.name, int(value)), help=field.help,
+                    **state.bind(key, int(value), lambda new, name=field.name: write(name, new)),
+                )  # fmt: skip
+
+    def switch(on: bool) -> None:
+        changed = {
+            name: editor.as_share(value, tokens, on) if name in shared else value for name, value in numbers.items()
+        }
+        rebuild(held, seen, draft, pattern.kind, changed)
+
+    with st.container(horizontal=True):
+        st.toggle("As a share of the prompt", **state.bind("share", share, switch),
+                  help="Budgets then grow with the length of the prompt")  # fmt: skip
+        if pattern.kind == "vertical-slash":
+            windowed = "windows" in numbers
+
+            def window(on: bool) -> None:
+                rest = {"vertical": numbers["vertical"], "sink": numbers["sink"]}
+                extra = {"windows": 4} if on else {"slash": 256, "local": 16}
+                rebuild(held, seen, draft, pattern.kind, rest | extra)
+
+            st.toggle("Whole windows", **state.bind("windowed", windowed, window),
+                      help="Buys windows of 128 distances by their mass, in place of single distances")  # fmt: skip
+
+
+def step(name: str, value: int) -> int:
+    """How much a click on + or - changes a budget."""
+    if name == "block_size":
+        return 16
+    if name in ("sink", "local", "blocks", "windows"):
+        return 1
+    return 8 if value < 128 else 32
+
+
+def rebuild(held: Lab, seen: View, draft: Draft, kind: str, values: dict[str, Any]) -> None:
+    """A new pattern from the fields; what does not fit becomes a sentence and changes nothing."""
+    try:
+        edit(held, seen, draft, editor.build(kind, values))
+    except ValueError as error:
+        seen.notice = f"That budget does not fit: {error}."
+
+
+def edit(held: Lab, seen: View, draft: Draft, pattern: Pattern) -> None:
+    """One edit of this head; the newest draft counts, so edits of another tab stay."""
+    spread(held, seen, draft, "this head", [(seen.layer, seen.head)], pattern)
+
+
+def spread(held: Lab, seen: View, draft: Draft, where: str, heads: list[tuple[int, int]], pattern: Pattern) -> None:
+    """The pattern on these heads."""
+    newest = held.draft(draft.id) or draft
+    name = f"L{seen.layer} H{seen.head}" if where == "this head" else f"{where} of L{seen.layer} H{seen.head}"
+    changed = newest.edited(f"{name}: {words.label(pattern)}", heads, pattern)
+    if changed is not newest:
+        held.keep_draft(changed)
+
+
+def undo(held: Lab, seen: View, draft: Draft) -> None:
+    """Takes the last edit back and looks at the head that it changed."""
+    newest = held.draft(draft.id) or draft
+    if not newest.edits:
+        return
+    changes = newest.edits[-1].changes
+    held.keep_draft(newest.undone())
+    if changes:
+        seen.go(*changes[0][0])
+
+
+def outcome(held: Lab, seen: View, run: Run, draft: Draft) -> None:
+    """The head under its pattern now, against the one it had before."""
+    pattern, old = draft.patterns[seen.layer][seen.head], previous(draft, seen)
+    st.subheader(f"Layer {seen.layer} · Head {seen.head}", anchor=False)
+    try:
+        before = None if old == pattern else held.detail(run, seen.layer, seen.head, old, rows=seen.crop)
+        detail = held.detail(run, seen.layer, seen.head, pattern, rows=seen.crop)
+    except HeadscopeError as error:
+        st.info(words.plain_markdown(str(error)), icon=":material/info:")
+        return
+    except Exception as error:
+        st.error(words.plain_markdown(sentence(error)))
+        return
+    was = "" if before is None else f", before {words.label(old)}"
+    st.caption(f"{widgets.pattern_text(detail.measurement)}{was}")
+    st.markdown(widgets.sentence(detail))
+    widgets.numbers(detail, before)
+    widgets.maps(detail, seen, "tune")
+    widgets.map_controls(seen, run, "tune")
+    widgets.along(detail, run, "tune", before)
+    deeper(held, seen, run, detail)
+
+
+def deeper(held: Lab, seen: View, run: Run, detail: HeadDetail) -> None:
+    """The curve of loss against cost, and the loss in steps; each measured when asked for."""
+    one = detail.measurement
+    with st.expander("Would another budget or family do better?", icon=":material/show_chart:",
+                     expanded=bool(seen.extra.get("curve"))):  # fmt: skip
+        by_time = st.segmented_control("Cost as", ["computed pairs", "measured time"], default="computed pairs",
+                                       required=True, key="curve-cost") == "measured time"  # fmt: skip
+        place = (run.id, one.layer, one.head)
+        if st.button("Measure the curve", key="curve", help="Each family at several budgets, this head alone"):
+            seen.extra["curve"] = place
+        if seen.extra.get("curve") == place:
+            with st.spinner("Measuring this head under each family"):
+                points = held.curve(run, one.layer, one.head, editor.sweep(one.pattern, run.row.tokens))
+            widgets.figure(
+                charts.trade_off(points, words.label(one.pattern), by_time, state.colours()), "trade-off",
+                f"Missed mass against cost, {len(points)} patterns; now {words.percent(one.missed_mass_mean)} missed.",
+                lambda: pl.DataFrame(points, orient="row",
+                                     schema=["family", "pattern", "computed_density", "sparse_ms", "missed_mass_mean"]),
+            )  # fmt: skip
+    if st.toggle("Why does it lose this?", key="why"):
+        loss(held, run, detail)
+
+
+main()
