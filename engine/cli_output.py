@@ -1,0 +1,77 @@
+"""What the commands print: progress on stderr, tables and text on stdout, JSON into files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from headscope.engine import files
+from headscope.engine.errors import HeadscopeError
+from headscope.engine.measure import HeadMeasurement
+
+
+def out() -> Console:
+    """Standard output; wide enough for the tables when it is a file or a pipe."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr)
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr that is moved by calling it with done and total."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
+        task = shown.add_task(what, total=None)
+
+        def move(done: int, total: int) -> None:
+            shown.update(task, completed=done, total=total)
+
+        yield move
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a file whole or not at all."""
+    files.write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", HeadscopeError)
+
+
+def heads_table(heads: Sequence[HeadMeasurement], title: str) -> Table:
+    """Heads, one a row, with what they miss and what they compute."""
+    table = Table(title=title, title_justify="left", pad_edge=False, box=SIMPLE_HEAD)
+    for name in ("layer", "head"):
+        table.add_column(name, justify="right")
+    table.add_column("pattern", no_wrap=True)
+    for name in ("missed\nmean", "missed\nworst row", "missed\np99", "start / mid / end %", "output\nerror"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("density\nasked", "density\ncomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for head in heads:
+        table.add_row(
+            str(head.layer),
+            str(head.head),
+            head.pattern.label,
+            _percent(head.missed_mass_mean),
+            f"{_percent(head.missed_mass_worst)} @{head.missed_mass_worst_row}",
+            _percent(head.missed_mass_p99),
+            " / ".join(f"{100 * part:.1f}" for part in head.missed_mass_thirds),
+            f"{head.output_error:.3f}",
+            _percent(head.requested_density),
+            _percent(head.computed_density),
+        )
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"

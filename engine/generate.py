@@ -1,0 +1,119 @@
+"""Answering a prompt: sparse prefill and dense decode, beside the dense run where it is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headscope.engine.capture import check_ids
+from headscope.engine.config import HeadConfig
+from headscope.engine.configset import ConfigSet
+from headscope.engine.errors import PromptError
+from headscope.engine.host import HostProfile
+from headscope.engine.integration import apply
+
+if TYPE_CHECKING:
+    from headscope.engine.model import LoadedModel
+
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One greedy continuation. `ttft_ms` runs from token ids on the device to the first new token, index included;
+    tokenizing and loading are not in it. `logits` [vocabulary] float32 are those of the first new token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    ttft_ms: float
+    decode_ms_per_token: float
+    left_alone: dict[int, str]
+    logits: torch.Tensor = field(repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, without the logits."""
+        return {
+            "text": self.text,
+            "tokens": len(self.token_ids),
+            "token_ids": list(self.token_ids),
+            "ttft_ms": self.ttft_ms,
+            "decode_ms_per_token": self.decode_ms_per_token,
+            "left_alone": {str(layer): reason for layer, reason in self.left_alone.items()},
+        }
+
+
+def answer(
+    loaded: LoadedModel,
+    input_ids: torch.Tensor,
+    config: HeadConfig | ConfigSet | None = None,
+    *,
+    max_new_tokens: int = 64,
+    host: HostProfile | None = None,
+    force_weights: bool = False,
+    on_token: Callable[[int], None] | None = None,
+) -> Answer:
+    """Greedy continuation of `input_ids` [1, S]; dense throughout without `config`.
+
+    `on_token` is called with the number of new tokens so far. Raises PromptError when prompt and new tokens exceed
+    the model's positions, and what `apply` raises.
+    """
+    ids = check_ids(loaded, input_ids).to(loaded.device)
+    most = loaded.facts.max_position
+    if max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if most and ids.shape[1] + max_new_tokens > most:
+        raise PromptError(
+            f"{ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed the {most} positions of "
+            f"{loaded.name}: shorten the prompt or ask for fewer"
+        )
+    stops = _stop_tokens(loaded)
+    applied = nullcontext() if config is None else apply(loaded, config, host, force_weights=force_weights)
+    with torch.no_grad(), applied as active:
+        loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)
+        _wait(ids.device)
+        began = time.perf_counter()
+        result = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        logits = result.logits[0, -1].float()
+        made = [int(logits.argmax())]
+        first = time.perf_counter()
+        cache = result.past_key_values
+        while made[-1] not in stops and len(made) < max_new_tokens:
+            if on_token is not None:
+                on_token(len(made))
+            step = torch.tensor([[made[-1]]], device=ids.device)
+            result = loaded.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            made.append(int(result.logits[0, -1].argmax()))
+        ended = time.perf_counter()
+        left = dict(active.left_alone) if active is not None else {}
+    shown = made[:-1] if made[-1] in stops else made
+    text = loaded.tokenizer.decode(shown, skip_special_tokens=True) if loaded.tokenizer is not None else ""
+    per_token = (ended - first) * 1e3 / max(1, len(made) - 1)
+    return Answer(text, tuple(made), (first - began) * 1e3, per_token, left, logits.cpu())
+
+
+def next_token_kl(dense: torch.Tensor, sparse: torch.Tensor) -> float:
+    """KL(dense || sparse) of the next token in nats, from logits [vocabulary], in float64."""
+    p = torch.log_softmax(dense.double(), dim=-1)
+    q = torch.log_softmax(sparse.double(), dim=-1)
+    return max(0.0, float((p.exp() * (p - q)).sum()))
+
+
+def _stop_tokens(loaded: LoadedModel) -> set[int]:
+    settings = getattr(loaded.model, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    if found is None:
+        found = getattr(loaded.model.config, "eos_token_id", None)
+    if found is None:
+        return set()
+    return set(found) if isinstance(found, (list, tuple)) else {int(found)}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
