@@ -29,7 +29,7 @@ CHAPTERS = tuple(
             ("Vertical-slash", "Vertical-slash: columns and distances", "vertical_slash_page"),
             ("Blocks", "Block-sparse: squares of rows and keys", "blocks"),
             ("Online softmax", "Online softmax: one answer from many tiles", "online_softmax"),
-            ("Estimator", "The estimator, and what it misses", "estimator"),
+            ("Estimator", "The estimator, and what it misses", "estimator_page"),
             ("Tiles", "Tiles: asked for, and computed", "tiles"),
             ("Missed mass", "Missed mass, from two numbers a row", "missed_mass"),
             ("Time", "Where the time goes", "time_split"),
@@ -46,7 +46,9 @@ def show() -> None:
     """The page: choose a chapter, see it, go on to the next."""
     number = _from_address()
     st.title("Learn", anchor=False)
-    st.caption("How sparse attention reads less, by hand. Every number here is computed by the engine that runs models.")
+    st.caption(
+        "How sparse attention reads less, by hand. Every number here is computed by the engine that runs models."
+    )
     st.session_state[KEY] = number
     st.pills(
         "Chapter", [chapter.number for chapter in CHAPTERS], required=True, key=KEY, wrap=True,

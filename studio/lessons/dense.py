@@ -76,7 +76,9 @@ def draw_map(found: DenseLesson, theme: Theme) -> go.Figure:
 def draw_row(found: DenseLesson, theme: Theme) -> go.Figure:
     """The chosen row's weights as bars."""
     values = found.weights[found.row, : found.row + 1].tolist()
-    return figures.bars(values, theme, f"Row {found.row}: one softmax over {found.row + 1} keys", axes=("key", "weight"))
+    return figures.bars(
+        values, theme, f"Row {found.row}: one softmax over {found.row + 1} keys", axes=("key", "weight")
+    )
 
 
 def show(theme: Theme) -> None:

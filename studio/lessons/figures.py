@@ -149,7 +149,9 @@ def bars(
         )  # fmt: skip
     charts.layout(figure, theme, title, height, barmode="overlay", bargap=0.2)
     plain(figure, theme, axes)
-    figure.update_yaxes(tickformat=".0%" if share else None, rangemode="tozero", range=None if top is None else [0, top])
+    figure.update_yaxes(
+        tickformat=".0%" if share else None, rangemode="tozero", range=None if top is None else [0, top]
+    )
     figure.update_layout(legend={"y": -0.32, "font": {"size": 13, "color": theme.ink}})
     return figure
 
@@ -176,3 +178,24 @@ def _square(figure: go.Figure, n: int, theme: Theme, title: str, height: int) ->
                         constraintoward="left", showline=False)  # fmt: skip
     figure.update_yaxes(title="query position (row)", range=[n - 0.5, -0.5], dtick=step, scaleanchor="x",
                         constrain="domain", constraintoward="top", showline=False)  # fmt: skip
+
+
+def lines(
+    series: Sequence[tuple[str, Sequence[float] | np.ndarray, str, str]], theme: Theme, title: str, *,
+    axes: tuple[str, str], x: Sequence[float] | None = None, share: bool = True, height: int = 270,
+    marks: bool = False, top: float | None = None,
+) -> go.Figure:  # fmt: skip
+    """Lines over rows (or `x`): name, values, colour, and plotly's dash, so that colour is not the only sign."""
+    figure = go.Figure()
+    for name, values, colour, dash in series:
+        figure.add_scatter(
+            x=list(range(len(values))) if x is None else list(x), y=list(values), name=name, line={"color": colour,
+            "width": 2.5, "dash": dash}, mode="lines+markers" if marks else "lines", marker={"size": 7},
+            hovertemplate=f"{axes[0]} %{{x}}: %{{y:{'.1%' if share else '.3g'}}}<extra>{name}</extra>",
+        )  # fmt: skip
+    charts.layout(figure, theme, title, height, showlegend=len(series) > 1)
+    plain(figure, theme, axes)
+    high = top if top is not None else 1.03 if share else None
+    figure.update_yaxes(tickformat=".0%" if share else None, range=None if high is None else [0, high])
+    figure.update_layout(legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
+    return figure

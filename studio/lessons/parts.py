@@ -29,7 +29,9 @@ def slider(label: str, least: int, most: int, value: int, key: str, *, step: int
     )
 
 
-def amount(label: str, least: float, most: float, value: float, step: float, key: str, help: str | None = None) -> float:
+def amount(
+    label: str, least: float, most: float, value: float, step: float, key: str, help: str | None = None
+) -> float:
     """The same for a quantity that need not be whole."""
     return float(
         st.slider(label, least, most, value, step, key=key, help=help, bind="query-params", persist_state="session")
@@ -98,7 +100,9 @@ def check(key: str, question: str, answer: str, why: str, value: float | None = 
             guess = (
                 st.number_input(label, value=None, step=1, key=f"{key}-guess", width=240, placeholder="a number")
                 if whole
-                else st.number_input(label, value=None, step=0.01, key=f"{key}-guess", width=240, placeholder="a number")
+                else st.number_input(
+                    label, value=None, step=0.01, key=f"{key}-guess", width=240, placeholder="a number"
+                )
             )
             if guess is not None:
                 right = abs(guess - value) <= (0 if whole else 0.006)

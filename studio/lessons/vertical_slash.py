@@ -122,9 +122,7 @@ def reading(one: toy.Head, row: int, keys: Sequence[int]) -> Reading:
     each = torch.eye(len(keys), dtype=torch.bool)[None, :, None, :]
     scores = reference.masked(q.expand(1, len(keys), 1, -1), k, v, each, one.scale)[1][0, :, 0]
     x, y = out[0, 0, 0].tolist()
-    return Reading(
-        tuple(keys), tuple(scores.tolist()), tuple(weights.tolist()), float(lse.exp()), (x, y)
-    )
+    return Reading(tuple(keys), tuple(scores.tolist()), tuple(weights.tolist()), float(lse.exp()), (x, y))
 
 
 def kernel_output(columns: Sequence[int], distances: Sequence[int], row: int) -> tuple[float, float]:

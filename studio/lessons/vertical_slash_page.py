@@ -163,7 +163,9 @@ def _by_hand(found: VerticalSlashLesson, forget: bool) -> None:
     st.dataframe(_table(shown), hide_index=True, width="content")
     if found.cut:
         gone = ", ".join(f"{found.row} − {distance} = {found.row - distance}" for distance in found.cut)
-        st.caption(f"Cut: {gone}. There is no such position, so row {found.row} reads fewer keys than the budget allows.")
+        st.caption(
+            f"Cut: {gone}. There is no such position, so row {found.row} reads fewer keys than the budget allows."
+        )
     if forget:
         _wrong(found)
     elif (found.columns, found.distances, found.row) == (COLUMNS, DISTANCES, ROW):
@@ -240,7 +242,10 @@ def _table(shown: maths.Reading) -> pl.DataFrame:
 
 def _cover_table(covers: list[maths.Cover]) -> pl.DataFrame:
     return pl.DataFrame(
-        [{"pattern": f"{GLYPHS[c.name]} {c.name}", "needs": c.needs, "cells": c.cells, "extra": c.extra} for c in covers]
+        [
+            {"pattern": f"{GLYPHS[c.name]} {c.name}", "needs": c.needs, "cells": c.cells, "extra": c.extra}
+            for c in covers
+        ]
     )
 
 

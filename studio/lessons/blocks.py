@@ -1,0 +1,245 @@
+"""Chapter 4: block-sparse, eq. 6, and why pooling before the softmax is not pooling after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+import torch
+
+from headscope.engine import BlockSparse, Dense, Fixed, build_index, dense_attention, mass, sparse_attention
+from headscope.kernels import reference
+from headscope.studio.lessons import figures, parts, toy
+from headscope.studio.lessons.figures import Kind
+from headscope.studio.theme import Theme
+from headscope.studio.words import percent
+
+DRAWING = ((0, 0), (1, 1), (2, 0), (2, 2), (3, 1), (3, 3))
+"""Six 2 x 2 blocks of eight positions: four on the diagonal and two below it, as many cells as the article draws."""
+
+N = 48
+NEEDLE = 5
+"""A lone key that the last rows need, among keys that they dislike."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Eight positions in blocks. `classes`: 0 future, 1 not read, 2 whole block, 3 diagonal block, 4 masked in it."""
+
+    cells: int
+    causal: int
+    masked: int
+    classes: np.ndarray
+
+
+@dataclass(frozen=True)
+class BlockLesson:
+    """Blocks of one head, query block u x key block v.
+
+    `before` is the softmax of mean-pooled scores, `after` the exact attention mass (mean over the block's rows), both
+    float [side, side]. `chosen` is what the online index took, `best` the same number of the heaviest blocks.
+    """
+
+    block: int
+    k: int
+    before: np.ndarray
+    after: np.ndarray
+    chosen: np.ndarray
+    best: np.ndarray
+    captured: np.ndarray
+    captured_best: np.ndarray
+    cells: int
+    causal: int
+
+    @property
+    def side(self) -> int:
+        """Blocks along an edge."""
+        return len(self.before)
+
+    @property
+    def overlooked(self) -> int:
+        """Blocks of `best` that the index did not take."""
+        return int((self.best & ~self.chosen).sum())
+
+
+def drawing(blocks: tuple[tuple[int, int], ...] = DRAWING, size: int = 2) -> Drawing:
+    """The cells of whole blocks among eight positions."""
+    patterns = [Fixed(blocks=blocks, block_size=size), Dense()]
+    q = torch.zeros(1, 2, 8, 1)
+    index = build_index(q, q[:, :1], patterns, tile=1)
+    kept, causal = index.requested_mask()[0].numpy()
+    square = np.zeros((8 // size, 8 // size), dtype=bool)
+    square[tuple(np.array(blocks).T)] = True
+    inside = square.repeat(size, 0).repeat(size, 1)
+    diagonal = np.eye(8 // size, dtype=bool).repeat(size, 0).repeat(size, 1)
+    classes = np.where(causal, 1, 0)
+    classes[kept] = 2
+    classes[kept & diagonal] = 3
+    classes[inside & ~causal] = 4
+    pairs = index.requested_pairs()[0].tolist()
+    return Drawing(pairs[0], pairs[1], int((inside & ~causal).sum()), classes)
+
+
+def head(needle: float) -> toy.Head:
+    """Topics that come back in blocks, and one key of the first topic that the end of the prompt needs."""
+    topics = [(range(16, 32), range(16), 1.2), (range(32, N), range(16, 24), 1.6), (range(24, 40), range(8, 12), 1.0)]
+    lone = [(range(40, N), [NEEDLE], needle), (range(40, N), [j for j in range(16) if j != NEEDLE], -1.5)]
+    return toy.make(N, distances={0: 2.0, 1: 1.2}, spots=[*topics, *lone], noise=0.4, seed=3)
+
+
+def lesson(block: int, k: int, needle: float) -> BlockLesson:
+    """The head in blocks of `block`, of which every query block keeps `k`."""
+    one = head(needle)
+    side = N // block
+    index = build_index(one.q, one.k, [BlockSparse(k, block)], one.scale, tile=1)
+    _, dense = dense_attention(one.q, one.k, one.v, one.scale)
+    exact = mass.pooled_map(one.q, one.k, dense, scale=one.scale, shape=(side, side))[0, 0].numpy() / block
+    kept = mass.coverage_map(index, shape=(side, side))[0, 0].numpy() > 0
+    best = _heaviest(exact, kept)
+    return BlockLesson(
+        block, k, pooled_softmax(one, block), exact, kept, best,
+        captured=_captured(one, index.patterns[0]),
+        captured_best=_captured(one, Fixed(blocks=tuple((int(u), int(v)) for u, v in np.argwhere(best)), block_size=block)),
+        cells=int(index.requested_pairs()), causal=int(index.causal_pairs()),
+    )  # fmt: skip
+
+
+def pooled_softmax(one: toy.Head, block: int) -> np.ndarray:
+    """float64 [side, side]: attention between block means, which is what the index ranks blocks by (eq. 6)."""
+    q, k = (x.unflatten(2, (-1, block)).mean(3) for x in (one.q, one.k))
+    side = q.shape[2]
+    return reference.probabilities(q, k, reference.causal(side, side, (0,), q.device), one.scale)[0, 0].numpy()
+
+
+def _heaviest(exact: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """As many blocks a row as `kept` has, by true mass; the diagonal block is always one of them."""
+    best = np.zeros_like(kept)
+    for u, row in enumerate(exact):
+        order = sorted(range(u + 1), key=lambda v: (v != u, -row[v]))
+        best[u, order[: int(kept[u].sum())]] = True
+    return best
+
+
+def _captured(one: toy.Head, pattern: BlockSparse | Fixed) -> np.ndarray:
+    """float [n]: captured mass of every row."""
+    index = build_index(one.q, one.k, [pattern], one.scale, tile=1)
+    _, sparse = sparse_attention(one.q, one.k, one.v, index)
+    _, dense = dense_attention(one.q, one.k, one.v, one.scale)
+    return mass.captured_mass(sparse, dense)[0, 0].numpy()
+
+
+def names(theme: Theme) -> tuple[Kind, ...]:
+    """Classes of the drawing."""
+    return figures.kinds(
+        theme,
+        Kind("block, whole", theme.accent, "■"),
+        Kind("diagonal block, causal half", theme.patterns["a-shape"], "◣"),
+        Kind("loaded with the block, masked", theme.wash, "×"),
+    )
+
+
+def draw_drawing(found: Drawing, theme: Theme) -> go.Figure:
+    """The eight positions."""
+    title = f"{found.cells} of {found.causal} cells are read, {found.masked} masked"
+    return figures.cells(found.classes, names(theme), theme, title, height=400)
+
+
+def draw_blocks(values: np.ndarray, marked: np.ndarray, title: str, top: float, theme: Theme) -> go.Figure:
+    """Shares per block, the chosen ones ringed."""
+    return figures.weights(values, theme, title, outlined=marked, top=top, height=340, unit="of the query block",
+                           axes=("key block v", "query block u"))  # fmt: skip
+
+
+def draw_captured(found: BlockLesson, theme: Theme) -> go.Figure:
+    """Captured mass of every row, for both choices."""
+    return figures.lines(
+        [("blocks by pooled score (what runs)", found.captured, theme.accent, "solid"),
+         ("blocks by true mass (cannot be known in time)", found.captured_best, theme.missed, "dot")],
+        theme, "Captured mass of every row", axes=("query row", "captured"),
+    )  # fmt: skip
+
+
+def show(theme: Theme) -> None:
+    """The chapter."""
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            "Some heads jump between topics: paragraph three reads paragraph one. That is neither a column nor a slash "
+            "but a **square** of rows and keys. Cut both axes into blocks of b tokens, give every pair of blocks one "
+            "score, and let each query block keep its best k key blocks. The block on the diagonal is always in, and "
+            "only its causal half counts."
+        )
+        parts.formula(
+            r"J_u=\operatorname{TopK}_{v\le u}(r_{uv},\,k_b),\qquad r_{uv}=\tfrac{1}{\sqrt{d_h}}\,\bar q_u^{\top}\bar k_v",
+            "eq. 6", "The score r compares the mean query of block u with the mean key of block v.",
+        )  # fmt: skip
+    drawn = drawing()
+    with right:
+        parts.legend(names(theme))
+        parts.picture(
+            draw_drawing(drawn, theme), "blocks-drawing", f"Six blocks of eight positions: {drawn.cells} cells.",
+            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in drawn.classes.tolist()]),
+        )  # fmt: skip
+    parts.numbers(
+        ("cells in the drawing", str(drawn.cells), "As many as the article's drawing of eight positions keeps"),
+        ("of", str(drawn.causal), "All causal cells"),
+        ("loaded, then masked", str(drawn.masked), "They lie ahead of their row"),
+    )
+    st.markdown("#### Which blocks? A score for 1/b² of the price, and what it overlooks")
+    _online(theme)
+    one_block = drawing(((0, 0), (1, 1)), 4)
+    parts.check(
+        "blocks", "Eight positions, blocks of 4, and every query block keeps only its own. How many cells are read?",
+        f"{one_block.cells} cells.",
+        f"Two diagonal blocks, each with 4 · 5 / 2 cells. The six small blocks above come to {drawn.cells} as well: the "
+        "same count says nothing about which keys are reached.",
+        value=one_block.cells, unit="cells",
+    )  # fmt: skip
+
+
+def _online(theme: Theme) -> None:
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            f"This head has {N} rows with topics in blocks. Its last rows also need **one single key**, number {NEEDLE}, "
+            "whose neighbours they dislike. Averaging the block first drowns that key in its neighbours; the softmax "
+            "would have let it win. Pooling and multiplying can change places, softmax and pooling cannot."
+        )
+        block = int(parts.choice("Block size b", ["8", "4", "16"], "blocks-size"))
+        k = parts.slider("Key blocks kept per query block, k", 1, 6, 2, "blocks-k")
+        needle = parts.amount("Strength of the lone key", 0.0, 10.0, 7.0, 0.5, "blocks-needle")
+    found = lesson(block, k, needle)
+    last, last_best = float(found.captured[-8:].mean()), float(found.captured_best[-8:].mean())
+    with left:
+        parts.numbers(
+            ("last 8 rows, by score", percent(last), "Captured mass under the blocks that the index chose"),
+            ("by true mass", percent(last_best), "The same number of blocks, chosen with the attention already known"),
+            ("cells", percent(found.cells / found.causal), "Of the causal cells"),
+        )
+        st.markdown(
+            f"The score overlooks **{found.overlooked}** of the heaviest blocks here."
+            if found.overlooked
+            else "Here the score picks the heaviest blocks: make the lone key stronger, or keep fewer blocks."
+        )
+    top = float(max(found.before.max(), found.after.max()))
+    with right:
+        first, second = st.columns(2, gap="small")
+        with first:
+            parts.picture(
+                draw_blocks(found.before, found.chosen, "Pooled, then softmax", top, theme), "blocks-before",
+                "Softmax of pooled scores; rings are the chosen blocks.",
+                lambda: parts.grid_frame(softmax_of_pooled=found.before.tolist(), chosen=found.chosen.tolist()),
+            )  # fmt: skip
+        with second:
+            parts.picture(
+                draw_blocks(found.after, found.best, "Softmax, then pooled: the truth", top, theme), "blocks-after",
+                "Exact attention mass per block; rings are the heaviest blocks.",
+                lambda: parts.grid_frame(exact_mass=found.after.tolist(), heaviest=found.best.tolist()),
+            )  # fmt: skip
+        parts.picture(
+            draw_captured(found, theme), "blocks-captured", "Captured mass of every row under both choices.",
+            lambda: pl.DataFrame({"row": list(range(N)), "by_score": found.captured, "by_mass": found.captured_best}),
+        )  # fmt: skip

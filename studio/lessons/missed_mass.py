@@ -1,0 +1,141 @@
+"""Chapter 8: missed mass from two LSEs, and how it becomes an error of the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+
+from headscope.engine import AShape, Dense, build_index, dense_attention, mass, sparse_attention
+from headscope.engine import measure as measuring
+from headscope.kernels import reference
+from headscope.studio.lessons import figures, parts, toy
+from headscope.studio.theme import Theme
+from headscope.studio.words import percent
+
+N, SINK = 32, 1
+SHARPNESS = tuple(step / 4 for step in range(21))
+PLACES = {"the first token": 0, "key 12": 12}
+
+
+@dataclass(frozen=True)
+class MissedLesson:
+    """One head under an A-shape, its last row in detail.
+
+    `captured` is exp(lse_sparse - lse_dense) of the last row; `summed` the dense probabilities on its kept cells, added
+    up. `error` is the relative L2 error of the row's output.
+    """
+
+    weights: np.ndarray
+    kept: np.ndarray
+    lse_sparse: float
+    lse_dense: float
+    captured: float
+    summed: float
+    error: float
+    captured_rows: np.ndarray
+
+
+def head(sharpness: float, peak: int) -> toy.Head:
+    """Random scores, the recent keys and the key `peak` liked more than the others; `sharpness` multiplies them all."""
+    return toy.make(N, distances={0: 1.0, 1: 0.7}, spots=[(range(N), [peak], 2.6)], noise=0.6, sharpness=sharpness, seed=2)
+
+
+def lesson(sharpness: float, peak: int, window: int) -> MissedLesson:
+    """Dense and sparse attention of that head, compared."""
+    one = head(sharpness, peak)
+    index = build_index(one.q, one.k, [AShape(SINK, window)], one.scale, tile=1)
+    out, sparse = sparse_attention(one.q, one.k, one.v, index)
+    full, dense = dense_attention(one.q, one.k, one.v, one.scale)
+    everything = build_index(one.q, one.k, [Dense()], one.scale, tile=1).requested_mask()
+    weights = reference.probabilities(one.q, one.k, everything, one.scale)[0, 0, -1].numpy()
+    kept = index.requested_mask()[0, 0, -1].numpy()
+    error, _ = measuring.output_errors(out[:, :, -1:], full[:, :, -1:])
+    captured = mass.captured_mass(sparse, dense)[0, 0].numpy()
+    return MissedLesson(
+        weights, kept, float(sparse[0, 0, -1]), float(dense[0, 0, -1]), float(captured[-1]), float(weights[kept].sum()),
+        float(error[0]), captured,
+    )  # fmt: skip
+
+
+def draw_row(found: MissedLesson, name: str, theme: Theme) -> go.Figure:
+    """The last row's dense weights; what the pattern leaves out is striped."""
+    title = f"{name}: {percent(found.captured)} captured, output off by {percent(found.error)}"
+    return figures.bars(
+        found.weights.tolist(), theme, title, axes=("key", "dense weight"), on=found.kept.tolist(), on_name="kept",
+        height=250, top=max(0.25, float(found.weights.max()) * 1.05),
+    )  # fmt: skip
+
+
+def draw_curve(curve: list[MissedLesson], sharpness: float, theme: Theme) -> go.Figure:
+    """Captured mass and output error as the scores are multiplied, the cells unchanged."""
+    figure = figures.lines(
+        [("captured mass", [one.captured for one in curve], theme.accent, "solid"),
+         ("output error (relative L2)", [one.error for one in curve], theme.missed, "dash")],
+        theme, "Same cells, other sharpness: the last row", axes=("scores times", "share"), x=list(SHARPNESS), height=300,
+        top=max(1.03, max(one.error for one in curve) * 1.05),
+    )  # fmt: skip
+    figure.add_vline(x=sharpness, line={"color": theme.ink, "width": 1.5, "dash": "dot"})
+    return figure
+
+
+def show(theme: Theme) -> None:
+    """The chapter."""
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            "How much did a row lose by not reading everything? The dense softmax divides by the sum over all keys, the "
+            "sparse one by the sum over its own. Their **quotient** is exactly the dense probability that the kept cells "
+            "hold: the captured mass. A kernel returns the logarithm of its sum, the LSE, anyway, so this costs two "
+            "numbers a row, at any length, and no matrix."
+        )
+        parts.formula(
+            r"\text{captured}_i=\sum_{j\in\mathcal N(i)}\frac{e^{s_{ij}}}{\sum_{t\le i}e^{s_{it}}}="
+            r"e^{\,\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i},\qquad "
+            r"\text{missed}_i=-\mathrm{expm1}(\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i)",
+            "eq. 2 and section 5.1",
+        )  # fmt: skip
+        peak = PLACES[parts.choice("The row's best key is", list(PLACES), "missed-peak")]
+        window = parts.slider("Window (the sink is 1 token)", 1, 16, 4, "missed-window")
+        sharpness = parts.amount("Sharp head: scores times", 0.0, 5.0, 2.5, 0.25, "missed-sharpness")
+        st.caption("The flat head has the same scores times 0.25. Both read the same cells.")
+    sharp, flat = lesson(sharpness, peak, window), lesson(0.25, peak, window)
+    with right:
+        for key, name, one in (("sharp", "Sharp", sharp), ("flat", "Flat", flat)):
+            parts.picture(
+                draw_row(one, name, theme), f"missed-{key}",
+                f"{name} row: {percent(one.captured)} captured by {int(one.kept.sum())} of {N} cells.",
+                lambda one=one: pl.DataFrame({"key": list(range(N)), "weight": one.weights, "kept": one.kept}),
+            )  # fmt: skip
+    parts.numbers(
+        ("sharp: LSE sparse", f"{sharp.lse_sparse:.4f}", ""),
+        ("LSE dense", f"{sharp.lse_dense:.4f}", ""),
+        ("captured = exp(difference)", percent(sharp.captured), "From the two LSEs"),
+        ("kept weights added up", percent(sharp.summed), "The slow way, with the whole row written out"),
+        ("output error", percent(sharp.error), "Relative L2 against the dense output"),
+        ("flat: captured", percent(flat.captured), "Same cells"),
+        ("output error", percent(flat.error), "Same cells"),
+    )
+    curve = [lesson(one, peak, window) for one in SHARPNESS]
+    parts.picture(
+        draw_curve(curve, sharpness, theme), "missed-curve", "Captured mass and output error against sharpness.",
+        lambda: pl.DataFrame({"sharpness": SHARPNESS, "captured": [one.captured for one in curve],
+                              "output_error": [one.error for one in curve]}),
+    )  # fmt: skip
+    st.markdown(
+        "A **sharp** row lives from few keys: keep those, and nearly nothing is lost. A **flat** row spreads its weight "
+        "thin: the same budget drops many small weights, and their sum is not small. But sharpness is no promise: let "
+        "the best key lie where the pattern does not look, and the sharp row loses everything. That is why the studio "
+        "shows the worst row beside the mean."
+    )
+    gone, stays = lesson(4.0, PLACES["key 12"], 4), lesson(0.25, PLACES["key 12"], 4)
+    parts.check(
+        "missed", "The best key is number 12, which a sink of 1 and a window of 4 do not reach. Which row captures more "
+        "of its mass: the sharp one (scores times 4) or the flat one (times 0.25)?",
+        f"The flat one: {percent(stays.captured)} against {percent(gone.captured)}.",
+        "With the peak left out, the sharper the row, the less remains. Tell them apart before choosing a budget: by "
+        "measuring, not by the look of the map.",
+    )  # fmt: skip

@@ -1,0 +1,284 @@
+"""Chapter 10: four heads of a real model under the three patterns, at equal cells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+import torch
+
+from headscope.engine import build_index, capture, measure
+from headscope.engine.errors import HeadscopeError
+from headscope.engine.model import LoadedModel
+from headscope.engine.packaged import PACKAGED, cache_dir
+from headscope.studio import charts, state, words
+from headscope.studio.lessons import figures, find_heads, parts
+from headscope.studio.lessons.find_heads import FAMILIES, Trial
+from headscope.studio.maps import HeadMaps, head_maps
+from headscope.studio.theme import GLYPHS, Theme
+from headscope.studio.words import percent
+
+ROLES = {
+    "a-shape": "clearest A-shape",
+    "vertical-slash": "clearest vertical-slash",
+    "block-sparse": "clearest block",
+    "dense": "diffuse: keep dense",
+}
+CELLS = 64
+NARROW = 0.01
+"""A lead below this is called narrow."""
+
+
+@dataclass(frozen=True)
+class KnownHead:
+    """A head of the file: its role, its place, and what was measured, by prompt and pattern family."""
+
+    role: str
+    layer: int
+    head: int
+    evidence: dict[str, dict[str, Trial]]
+
+    @property
+    def name(self) -> str:
+        """Such as "layer 3 head 4"."""
+        return f"layer {self.layer} head {self.head}"
+
+    def missed(self, family: str) -> float:
+        """Mean over the prompts."""
+        return sum(trials[family].missed for trials in self.evidence.values()) / len(self.evidence)
+
+    @property
+    def best(self) -> str:
+        """The family that misses least."""
+        return min(FAMILIES, key=self.missed)
+
+
+@dataclass(frozen=True)
+class HeadsFile:
+    """What `find_heads` wrote."""
+
+    model: str
+    fingerprint: str
+    tokens: int
+    prompts: tuple[str, ...]
+    heads_measured: int
+    heads: tuple[KnownHead, ...]
+
+
+@dataclass(frozen=True)
+class LiveHead:
+    """A head measured again: trials by family, and the maps under each family's cells."""
+
+    known: KnownHead
+    trials: dict[str, Trial]
+    maps: dict[str, HeadMaps]
+
+
+@cache
+def heads_file() -> HeadsFile:
+    """The packaged file; ValueError if it is of another format."""
+    body = json.loads(find_heads.FILE.read_text(encoding="utf-8"))
+    if body.get("format") != find_heads.FORMAT:
+        raise ValueError(f"{find_heads.FILE.name} must have format {find_heads.FORMAT}, got {body.get('format')!r}")
+    return HeadsFile(
+        body["model"], body["fingerprint"], body["tokens"], tuple(body["prompts"]), body["heads_measured"],
+        tuple(_known(entry) for entry in body["heads"]),
+    )  # fmt: skip
+
+
+def _known(entry: dict[str, Any]) -> KnownHead:
+    evidence = {
+        prompt: {family: find_heads.trial_from_dict(trial) for family, trial in trials.items()}
+        for prompt, trials in entry["evidence"].items()
+    }
+    return KnownHead(entry["role"], entry["layer"], entry["head"], evidence)
+
+
+def fetched(model: str) -> bool:
+    """Whether a packaged model lies in the cache; nothing is read or downloaded."""
+    known = PACKAGED.get(model)
+    return known is not None and (cache_dir() / known.name / known.file_name).is_file()
+
+
+def live(loaded: LoadedModel, prompt: str) -> tuple[LiveHead, ...]:
+    """Reads the prompt with the model and measures the file's heads under the file's patterns again."""
+    known = heads_file()
+    found: dict[tuple[int, int], LiveHead] = {}
+
+    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        for one in known.heads:
+            if one.layer == layer:
+                at = one.head // (q.shape[1] // k.shape[1])
+                own = (q[:, one.head : one.head + 1], k[:, at : at + 1], v[:, at : at + 1])
+                found[layer, one.head] = _again(one, prompt, *own, scale)
+
+    ids = find_heads.prompt_ids(loaded, prompt, known.tokens)
+    capture.stream(loaded, ids, visit, layers=sorted({one.layer for one in known.heads}), logits=False)
+    return tuple(found[one.layer, one.head] for one in known.heads)
+
+
+def _again(
+    one: KnownHead, prompt: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> LiveHead:
+    patterns = {family: [trial.pattern] for family, trial in one.evidence[prompt].items()}
+    trials = find_heads.try_layer(q, k, v, scale, patterns)[0]
+    dense = measure.dense_pass(q, k, v, scale)
+    maps = {}
+    for family, of_head in patterns.items():
+        result = measure.measure_heads(q, k, v, of_head, scale=scale, tile=1, dense=dense)
+        index = build_index(q, k, of_head, scale, tile=1)
+        maps[family] = head_maps(q, k, dense.lse, index, result.missed[0, 0], cells=CELLS)
+    return LiveHead(one, trials, maps)
+
+
+def draw_evidence(heads: Sequence[KnownHead], theme: Theme) -> go.Figure:
+    """Missed mass of the four heads under the three patterns, mean of the prompts."""
+    figure = go.Figure()
+    stripes = {"a-shape": "", "vertical-slash": "/", "block-sparse": "."}
+    for family in FAMILIES:
+        values = [one.missed(family) for one in heads]
+        figure.add_bar(
+            x=[f"{ROLES[one.role]}<br>{one.name}" for one in heads], y=values, name=f"{GLYPHS[family]} {family}",
+            marker={"color": theme.patterns[family],
+                    "pattern": {"shape": stripes[family], "fgcolor": theme.background, "size": 6}},
+            text=[percent(value) for value in values], textposition="outside", textfont={"color": theme.ink, "size": 11},
+            hovertemplate=f"{family}: %{{y:.1%}} missed<extra></extra>",
+        )  # fmt: skip
+    charts.layout(figure, theme, "Missed mass at equal cells", 360, barmode="group", bargap=0.25)
+    figures.plain(figure, theme, ("", "missed mass, mean of all rows"))
+    top = max(one.missed(family) for one in heads for family in FAMILIES)
+    figure.update_yaxes(tickformat=".0%", range=[0, top * 1.15])
+    figure.update_layout(legend={"y": -0.24, "font": {"size": 13, "color": theme.ink}})
+    return figure
+
+
+def draw_map(found: HeadMaps, family: str | None, missed: float, theme: Theme) -> go.Figure:
+    """The dense map, or the same with what a family leaves out washed in orange."""
+    title = "Dense, exact" if family is None else f"{GLYPHS[family]} {family}: misses {percent(missed)}"
+    return charts.pooled_map(
+        found.dense, found.row_edges, found.column_edges, title, theme,
+        computed=None if family is None else found.computed, height=360,
+    )  # fmt: skip
+
+
+def sentence(one: KnownHead, families: Sequence[str] = FAMILIES) -> str:
+    """What the evidence says of a head, in words."""
+    best, order = one.best, sorted(families, key=one.missed)
+    second = order[1]
+    facts = f"{best} misses {percent(one.missed(best))}, {second} {percent(one.missed(second))}"
+    if one.role == "dense":
+        return f"Even its best pattern misses {percent(one.missed(best))}: no shape fits, so it should stay dense."
+    if one.role != best:
+        return f"{facts}: no head of this model is served best by {one.role}; this one comes nearest."
+    if one.missed(second) - one.missed(best) < NARROW:
+        return f"At equal cells {facts}: a narrow win. This model has hardly a head of this kind."
+    return f"At equal cells {facts}."
+
+
+def show(theme: Theme) -> None:
+    """The chapter."""
+    known = heads_file()
+    cells = known.heads[0].evidence[known.prompts[0]]["block-sparse"].cells
+    st.markdown(
+        f"Toys have the shape they were given. Do real heads have one? All {known.heads_measured} heads of "
+        f"**{known.model}** were measured under the three patterns with equally many cells ({cells:,} at most, of "
+        f"{known.tokens:,} tokens, on the samples {' and '.join(known.prompts)}). These four stand out."
+    )
+    parts.formula(
+        r"\text{missed}=1-\frac1n\sum_i e^{\,\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i}",
+        "sections 3.1 and 5.1", "As in chapter 8, mean of all rows.",
+    )  # fmt: skip
+    parts.picture(
+        draw_evidence(known.heads, theme), "real-evidence",
+        "; ".join(f"{one.name}: {sentence(one)}" for one in known.heads), lambda: _evidence(known),
+    )  # fmt: skip
+    for one in known.heads:
+        st.markdown(f"- **{ROLES[one.role]}**, {one.name}. {sentence(one)}")
+    st.markdown("#### Look at them, and measure again")
+    _live(known, theme)
+    served = [one for one in known.heads if one.role == one.best]
+    widest = max(served, key=lambda one: sorted(one.missed(f) for f in FAMILIES)[1] - one.missed(one.best))
+    order = sorted(FAMILIES, key=widest.missed)
+    parts.check(
+        "real", "For which of these heads does the choice of pattern matter most, and by how much?",
+        f"{ROLES[widest.role].capitalize()}, {widest.name}: {percent(widest.missed(order[0]))} missed with {order[0]}, "
+        f"{percent(widest.missed(order[1]))} with the next best.",
+        "The cells are equally many; only their shape differs. This is why patterns are chosen head by head.",
+    )  # fmt: skip
+
+
+def _live(known: HeadsFile, theme: Theme) -> None:
+    if not fetched(known.model):
+        st.info(
+            f"**{known.model} is not on this machine yet.** The numbers above were measured before and need no model. To "
+            f"see the maps and measure again, run `headscope fetch {known.model}` "
+            f"({words.size(PACKAGED[known.model].download_bytes)}), then reload this page.",
+            icon=":material/download:",
+        )
+        return
+    prompt = parts.choice("Sample prompt", list(known.prompts), "real-prompt")
+    results: dict[str, tuple[LiveHead, ...]] = st.session_state.setdefault("real-live", {})
+    if prompt not in results:
+        st.caption(f"Reads {known.tokens:,} tokens of the sample with {known.model}: 10 to 30 s on two cores, once.")
+        if not st.button("Read the prompt and measure the four heads", type="primary", key="real-run"):
+            return
+        held = state.lab()
+        try:
+            with st.spinner(f"Reading {prompt} with {known.model}"):
+                results[prompt] = held.worker.quick(lambda: live(held.load(known.model), prompt), timeout=300)
+        except HeadscopeError as error:
+            st.error(words.plain_markdown(str(error)))
+            return
+        st.rerun()
+    _pictures(results[prompt], prompt, theme)
+
+
+def _pictures(heads: tuple[LiveHead, ...], prompt: str, theme: Theme) -> None:
+    role = parts.choice("Head", [ROLES[one.known.role] for one in heads], "real-head")
+    one = next(one for one in heads if ROLES[one.known.role] == role)
+    pictures: list[tuple[str | None, HeadMaps, float]] = [(None, one.maps[FAMILIES[0]], 0.0)]
+    pictures += [(family, one.maps[family], one.trials[family].missed) for family in FAMILIES]
+    for pair in (pictures[:2], pictures[2:]):
+        for column, (family, found, missed) in zip(st.columns(2, gap="large"), pair, strict=True):
+            with column:
+                name = family or "dense"
+                parts.picture(
+                    draw_map(found, family, missed, theme), f"real-{name}",
+                    f"{one.known.name}, {name}: {'all of attention' if family is None else percent(missed) + ' missed'}.",
+                    lambda found=found: _map_frame(found),
+                )  # fmt: skip
+    st.caption("Orange: not computed. The colour scale is logarithmic, from 0.01 % of a row to all of it.")
+    st.dataframe(
+        pl.DataFrame(
+            [
+                {"pattern": one.trials[f].pattern.label, "cells": f"{one.trials[f].cells:,}",
+                 "missed now": percent(one.trials[f].missed),
+                 "in the file": percent(one.known.evidence[prompt][f].missed),
+                 "worst row": percent(one.trials[f].worst), "output error": percent(one.trials[f].output_error)}
+                for f in FAMILIES
+            ]
+        ),
+        hide_index=True, width="content",
+    )  # fmt: skip
+
+
+def _map_frame(found: HeadMaps) -> pl.DataFrame:
+    return parts.grid_frame(share_of_row=found.dense.tolist(), computed=found.computed.tolist())
+
+
+def _evidence(known: HeadsFile) -> pl.DataFrame:
+    return pl.DataFrame(
+        [
+            {"role": one.role, "layer": one.layer, "head": one.head, "prompt": prompt, "pattern": trial.pattern.label,
+             "cells": trial.cells, "missed": trial.missed, "worst": trial.worst, "output_error": trial.output_error}
+            for one in known.heads
+            for prompt, trials in one.evidence.items()
+            for trial in trials.values()
+        ]
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Chapter 7: requested and computed cells, and why more cells can be faster."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+import torch
+
+from headscope.engine import VerticalSlash, build_index, dense_attention, mass, sparse_attention
+from headscope.engine.measure import timed
+from headscope.studio import charts
+from headscope.studio.lessons import figures, parts, toy
+from headscope.studio.lessons.figures import Kind
+from headscope.studio.theme import Theme
+from headscope.studio.words import milliseconds, percent
+
+N = 64
+WIDTHS = (1, 2, 4, 8, 16, 32)
+TIMED_N, TIMED_WIDTHS = 1024, (2, 8, 32, 128)
+SPREADS = {"neighbours": (0, 1, 2, 24, 25, 26), "scattered": (0, 9, 18, 27, 36, 45)}
+COLUMNS = (0, 13)
+
+
+@dataclass(frozen=True)
+class TileLesson:
+    """One head under one tile width. `classes`: 0 future, 1 not read, 2 distance, 3 column, 4 computed beyond that.
+
+    `windows` is how many windows each block of rows loads; `areas` are block, column, causal waste and padding cells.
+    """
+
+    width: int
+    requested: int
+    computed: int
+    windows: int
+    areas: tuple[int, int, int, int]
+    captured: float
+    classes: np.ndarray
+    causal: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One width, measured: the sparse attention alone, median of three."""
+
+    width: int
+    requested: int
+    computed: int
+    windows: int
+    ms: float
+
+
+def head(spread: str) -> toy.Head:
+    """A head that keeps two columns and six distances, near each other or far apart."""
+    distances = {d: 3.0 - 0.05 * at for at, d in enumerate(SPREADS[spread])}
+    return toy.make(N, distances=distances, spots=[(range(N), [c], 2.4) for c in COLUMNS], noise=0.5, seed=11)
+
+
+def lesson(spread: str, width: int) -> TileLesson:
+    """The online index of that head, expanded to windows of `width` keys by width / 2 rows."""
+    one = head(spread)
+    pattern = VerticalSlash(len(COLUMNS), len(SPREADS[spread]))
+    index = build_index(one.q, one.k, [pattern], one.scale, tile=width)
+    requested, computed = (x[0, 0].numpy() for x in (index.requested_mask(), index.computed_mask()))
+    columns = index.computed.columns[0, : int(index.computed.column_count[0])].tolist()
+    causal = np.tri(N, dtype=bool)
+    classes = np.where(causal, 1, 0)
+    classes[computed] = 4
+    classes[requested] = 2
+    vertical = np.zeros_like(causal)
+    vertical[:, columns] = True
+    classes[requested & vertical] = 3
+    areas = index.areas()
+    _, sparse = sparse_attention(one.q, one.k, one.v, index)
+    _, dense = dense_attention(one.q, one.k, one.v, one.scale)
+    return TileLesson(
+        width, int(index.requested_pairs()), int(index.computed_pairs()), int(index.computed.window_count[0]),
+        tuple(int(x) for x in (areas.block, areas.column, areas.causal_waste, areas.padding)),  # type: ignore[arg-type]
+        float(mass.captured_mass(sparse, dense).mean()), classes, int(index.causal_pairs()),
+    )  # fmt: skip
+
+
+def measure() -> list[Timing]:
+    """Times the sparse attention of one longer head at each of `TIMED_WIDTHS`, here and now."""
+    chance = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, TIMED_N, 64, generator=chance) for _ in range(3))
+    found = []
+    for width in TIMED_WIDTHS:
+        index = build_index(q, k, [VerticalSlash(16, 64, local=48)], tile=width)
+        sparse_attention(q, k, v, index)
+        times = [timed(lambda index=index: sparse_attention(q, k, v, index), q.device)[1] for _ in range(3)]
+        found.append(
+            Timing(
+                width, int(index.requested_pairs()), int(index.computed_pairs()), int(index.computed.window_count[0]),
+                statistics.median(times),
+            )
+        )  # fmt: skip
+    return found
+
+
+def names(theme: Theme) -> tuple[Kind, ...]:
+    """Classes of the picture."""
+    return figures.kinds(
+        theme,
+        Kind("distance asked for", theme.accent),
+        Kind("column asked for", theme.patterns["a-shape"]),
+        Kind("computed on top, because a tile holds it", theme.wash),
+    )
+
+
+def draw_cells(found: TileLesson, theme: Theme) -> go.Figure:
+    """The head with its tiles; thin lines where a block of rows ends."""
+    title = f"{found.requested:,} cells asked for, {found.computed:,} computed"
+    figure = figures.cells(found.classes, names(theme), theme, title, height=500)
+    rows = max(1, found.width // 2)
+    if rows > 1:
+        for edge in range(rows, N, rows):
+            figure.add_hline(y=edge - 0.5, line={"color": theme.faint, "width": 0.7, "dash": "dot"})
+    return figure
+
+
+def draw_growth(series: dict[str, list[TileLesson]], theme: Theme) -> go.Figure:
+    """Computed cells against tile width for both kinds of distances."""
+    return figures.lines(
+        [
+            (f"{name} distances", [one.computed / one.causal for one in of], colour, dash)
+            for (name, of), colour, dash in zip(
+                series.items(), (theme.accent, theme.missed), ("solid", "dash"), strict=True
+            )
+        ],
+        theme, "Computed share of the causal cells", axes=("tile width (keys)", "computed"), x=list(WIDTHS), marks=True,
+    )  # fmt: skip
+
+
+def draw_times(found: list[Timing], theme: Theme) -> go.Figure:
+    """Measured time of each width."""
+    figure = go.Figure(
+        go.Bar(
+            x=[f"{one.width} wide" for one in found], y=[one.ms for one in found], marker={"color": theme.accent},
+            text=[milliseconds(one.ms) for one in found], textposition="outside", textfont={"color": theme.ink},
+            customdata=[[one.computed, one.windows] for one in found],
+            hovertemplate="%{x}: %{y:.2f} ms<br>%{customdata[0]:,} cells<extra></extra>",
+        )
+    )  # fmt: skip
+    charts.layout(figure, theme, f"One head, {TIMED_N:,} tokens, on this machine", 280)
+    figures.plain(figure, theme, ("tile", "time (ms)"))
+    figure.update_yaxes(range=[0, 1.2 * max(one.ms for one in found)])
+    return figure
+
+
+def show(theme: Theme) -> None:
+    """The chapter."""
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            "A lone diagonal is awkward for hardware: neighbouring rows need different keys. So a kernel loads whole "
+            "**tiles** and computes all of them: a window of W keys for a block of W / 2 rows. What the pattern asked "
+            "for is the **requested** set; with the rest of the tiles it becomes the **computed** set. Columns stay "
+            "columns: they are gathered one by one."
+        )
+        parts.formula(
+            r"\text{requested}\subseteq\text{computed}\subseteq\text{causal},\qquad "
+            r"\text{density}=\frac{\text{computed cells}}{n(n+1)/2}",
+            "section 4.1", "The rule is part of the index, so every machine computes the same cells.",
+        )  # fmt: skip
+        spread = parts.choice("The six distances lie", list(SPREADS), "tiles-spread")
+        width = int(parts.choice("Tile width W", ["8", "1", "2", "4", "16", "32"], "tiles-width",
+                                 help="1 is no expansion; kernels use 128 at full size"))  # fmt: skip
+    found = lesson(spread, width)
+    with right:
+        parts.legend(names(theme)[1:])
+        parts.picture(
+            draw_cells(found, theme), "tiles-cells",
+            f"{found.requested} cells requested, {found.computed} computed with tiles of width {width}.",
+            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in found.classes.tolist()]),
+        )  # fmt: skip
+    block, column, waste, padding = found.areas
+    parts.numbers(
+        ("requested", f"{found.requested:,}", "The pattern's own cells"),
+        ("computed", f"{found.computed:,}", "With the rest of the tiles"),
+        ("density", percent(found.computed / found.causal), "Computed cells over causal cells"),
+        ("windows per block of rows", str(found.windows), "How many pieces a block of rows loads"),
+        ("captured mass", percent(found.captured), "Mean of all rows: the extra cells are not wasted, they are exact"),
+        ("in tiles", f"{block:,}", "Causal cells in windows and blocks"),
+        ("in columns outside", f"{column:,}", "Causal cells of columns that no window covers"),
+        ("causal waste", f"{waste:,}", "Loaded, but ahead of their row: masked"),
+        ("padding", f"{padding:,}", "Loaded beyond the end of the sequence"),
+    )
+    series = {name: [lesson(name, one) for one in WIDTHS] for name in SPREADS}
+    first, second = st.columns(2, gap="large")
+    with first:
+        parts.picture(
+            draw_growth(series, theme), "tiles-growth", "Computed share against tile width.",
+            lambda: pl.DataFrame({"width": WIDTHS} | {name: [one.computed for one in of] for name, of in series.items()}),
+        )  # fmt: skip
+    with second:
+        _times(theme)
+    _question(series)
+
+
+def _times(theme: Theme) -> None:
+    st.markdown(
+        "**Why more cells can be faster.** A processor multiplies a whole tile about as quickly as a sliver of it. What "
+        "costs time is the number of pieces to fetch. Measure it:"
+    )
+    if st.button("Time four tile widths here", key="tiles-time", icon=":material/timer:"):
+        st.session_state["tiles-timed"] = measure()
+    found: list[Timing] | None = st.session_state.get("tiles-timed")
+    if found is None:
+        st.caption(f"One head of {TIMED_N:,} tokens, takes a second or two. Nothing is measured until you press.")
+        return
+    parts.picture(
+        draw_times(found, theme), "tiles-times",
+        "; ".join(f"width {one.width}: {one.ms:.2f} ms for {one.computed} cells" for one in found),
+        lambda: pl.DataFrame([vars(one) for one in found]),
+    )  # fmt: skip
+    slow, fast = max(found, key=lambda one: one.ms), min(found, key=lambda one: one.ms)
+    st.markdown(
+        f"Width {fast.width} computes {fast.computed / slow.computed:.1f} times the cells of width {slow.width} and takes "
+        f"{milliseconds(fast.ms)} instead of {milliseconds(slow.ms)}."
+        if fast.computed > slow.computed
+        else f"Here width {fast.width} is fastest, with {fast.computed:,} cells."
+    )
+
+
+def _question(series: dict[str, list[TileLesson]]) -> None:
+    at = WIDTHS.index(16)
+    near, far = series["neighbours"][at], series["scattered"][at]
+    parts.check(
+        "tiles", "Six distances side by side, or six distances far apart, both with tiles of 16. Which computes more, "
+        "and how much?",
+        f"The scattered ones: {far.computed:,} cells against {near.computed:,}.",
+        f"Asked for were {far.requested:,} and {near.requested:,}. A lone distance pays for its own windows; neighbours "
+        "share theirs. This is why a budget of distances does not bound the cost, and a budget of windows does.",
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Chapter 9: where the time of a layer goes, eq. 13, and the ceiling of any speed-up of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+import torch
+
+from headscope.engine import VerticalSlash, measure_heads
+from headscope.studio import charts
+from headscope.studio.lessons import figures, parts
+from headscope.studio.theme import Theme
+from headscope.studio.words import milliseconds, percent
+
+HEADS, HEAD_DIM = 3, 64
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Times of one layer in ms: projections, dense attention, what replaces it (index and sparse attention), other."""
+
+    projections_ms: float
+    attention_ms: float
+    index_ms: float
+    sparse_ms: float
+    other_ms: float
+
+    @property
+    def dense_ms(self) -> float:
+        """The layer with dense attention."""
+        return self.projections_ms + self.attention_ms + self.other_ms
+
+    @property
+    def layer_ms(self) -> float:
+        """The layer with sparse attention (eq. 13)."""
+        return self.projections_ms + self.index_ms + self.sparse_ms + self.other_ms
+
+    @property
+    def speedup(self) -> float:
+        """Of the whole layer, index time in."""
+        return self.dense_ms / self.layer_ms
+
+    @property
+    def kernel_speedup(self) -> float:
+        """Of attention alone, index time left out: the number that should not be quoted."""
+        return self.attention_ms / self.sparse_ms
+
+    @property
+    def share(self) -> float:
+        """f: attention's share of the dense layer."""
+        return self.attention_ms / self.dense_ms
+
+    @property
+    def ceiling(self) -> float:
+        """1 / (1 - f): the speed-up if attention and index took no time at all."""
+        return self.dense_ms / (self.dense_ms - self.attention_ms)
+
+
+EXAMPLE = TimeSplit(projections_ms=1.0, attention_ms=8.0, index_ms=0.5, sparse_ms=1.0, other_ms=1.0)
+"""The article's layer: 10 ms of which 8 ms are attention."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Attention of one layer, measured here: dense, index and sparse kernel in ms, and what was missed."""
+
+    tokens: int
+    dense_ms: float
+    index_ms: float
+    kernel_ms: float
+    density: float
+    missed: float
+    impl: str
+
+    @property
+    def speedup(self) -> float:
+        """Dense over index plus kernel."""
+        return self.dense_ms / (self.index_ms + self.kernel_ms)
+
+
+def measure(tokens: int) -> Measured:
+    """One layer of random q, k, v at `tokens`, once to warm up and once measured."""
+    chance = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, HEAD_DIM, generator=chance) for heads in (HEADS, 1, 1))
+    patterns = [VerticalSlash(vertical=32, windows=1)] * HEADS
+    measure_heads(q, k, v, patterns)
+    one = measure_heads(q, k, v, patterns)
+    return Measured(
+        tokens, one.dense_ms, one.index_ms, one.kernel_ms, one.heads[0].computed_density,
+        sum(head.missed_mass_mean for head in one.heads) / HEADS, one.impl,
+    )  # fmt: skip
+
+
+def draw_bars(split: TimeSplit, theme: Theme) -> go.Figure:
+    """The two layers as stacked bars on one time axis."""
+    figure = go.Figure()
+    for name, dense, sparse, colour, stripes in (
+        ("projections", split.projections_ms, split.projections_ms, theme.patterns["dense"], ""),
+        ("dense attention", split.attention_ms, 0.0, theme.missed, "/"),
+        ("index", 0.0, split.index_ms, theme.patterns["a-shape"], "x"),
+        ("sparse attention", 0.0, split.sparse_ms, theme.accent, ""),
+        ("other", split.other_ms, split.other_ms, theme.faint, "."),
+    ):
+        figure.add_bar(
+            x=[dense, sparse], y=["dense", "sparse"], orientation="h", name=name,
+            marker={"color": colour, "pattern": {"shape": stripes, "fgcolor": theme.background, "size": 7}},
+            hovertemplate=name + ": %{x:.2f} ms<extra>%{y}</extra>",
+        )  # fmt: skip
+    charts.layout(figure, theme, "One layer, in ms", 260, barmode="stack", bargap=0.35)
+    figure.update_layout(font={"size": 13}, legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
+    figure.update_xaxes(title="time (ms)", showgrid=True, gridcolor=theme.grid)
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def draw_ceiling(split: TimeSplit, theme: Theme) -> go.Figure:
+    """The ceiling against attention's share, with this layer on it and below it."""
+    shares = [step / 100 for step in range(0, 97)]
+    fixed = 1.0
+    ceilings = [TimeSplit(fixed, fixed * f / (1 - f), 0, 1, 0).ceiling for f in shares]
+    figure = go.Figure()
+    figure.add_scatter(x=shares, y=ceilings, mode="lines", name="ceiling 1 / (1 − f)",
+                       line={"color": theme.faint, "width": 2, "dash": "dash"},
+                       hovertemplate="f = %{x:.0%}: at most %{y:.2f}×<extra></extra>")  # fmt: skip
+    for name, value, colour, mark in (
+        ("ceiling of this layer", split.ceiling, theme.ink, "circle-open"),
+        ("this layer", split.speedup, theme.accent, "circle"),
+        ("kernel alone, index left out", split.kernel_speedup, theme.missed, "x"),
+    ):
+        figure.add_scatter(
+            x=[split.share], y=[value], mode="markers", name=name, hovertemplate=f"{name}: %{{y:.2f}}×<extra></extra>",
+            marker={"size": 13, "symbol": mark, "color": colour, "line": {"width": 2.5}},
+        )  # fmt: skip
+    charts.layout(figure, theme, "What the rest of the layer allows", 360)
+    figures.plain(figure, theme, ("attention's share f of the dense layer", "speed-up (×)"))
+    figure.update_xaxes(tickformat=".0%", range=[0, 1])
+    figure.update_yaxes(type="log", tickvals=[1, 2, 3, 5, 8, 12, 20], range=[-0.15, 1.4])
+    figure.update_layout(legend={"y": -0.22, "font": {"size": 13, "color": theme.ink}})
+    return figure
+
+
+def show(theme: Theme) -> None:
+    """The chapter."""
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            "A layer does more than attention: it projects queries, keys and values, and it multiplies and adds around "
+            "them. Sparse attention replaces one part, and brings a new one along: finding out **where** to look, the "
+            "index. What counts is the layer before and after, all parts in."
+        )
+        parts.formula(
+            r"T=T_{\text{proj}}+T_{\text{index}}+T_{\text{sparse}}+T_{\text{other}},\qquad "
+            r"\text{speed-up}\le\frac{1}{1-f}",
+            "eq. 13 and section 5.2", "f is attention's share of the dense layer.",
+        )  # fmt: skip
+        split = TimeSplit(
+            projections_ms=parts.amount("Projections (ms)", 0.5, 10.0, EXAMPLE.projections_ms, 0.5, "time-proj"),
+            attention_ms=parts.amount("Dense attention (ms)", 0.5, 40.0, EXAMPLE.attention_ms, 0.5, "time-dense"),
+            index_ms=parts.amount("Index (ms)", 0.0, 5.0, EXAMPLE.index_ms, 0.1, "time-index"),
+            sparse_ms=parts.amount("Sparse attention (ms)", 0.1, 20.0, EXAMPLE.sparse_ms, 0.1, "time-sparse"),
+            other_ms=parts.amount("Other (ms)", 0.5, 10.0, EXAMPLE.other_ms, 0.5, "time-other"),
+        )
+    with right:
+        parts.numbers(
+            ("dense layer", f"{split.dense_ms:.1f} ms", ""),
+            ("sparse layer", f"{split.layer_ms:.1f} ms", "Index time in"),
+            ("speed-up", f"{split.speedup:.2f}×", "Dense layer over sparse layer"),
+            ("attention kernel alone", f"{split.kernel_speedup:.1f}×", "Leaves out the index and the rest of the layer"),
+            ("ceiling 1 / (1 − f)", f"{split.ceiling:.2f}×", f"f = {split.share:.2f}"),
+        )
+        parts.picture(
+            draw_bars(split, theme), "time-bars",
+            f"Dense {split.dense_ms} ms, sparse {split.layer_ms} ms.", lambda: pl.DataFrame([vars(split)]),
+        )  # fmt: skip
+        parts.picture(
+            draw_ceiling(split, theme), "time-ceiling",
+            f"Share {split.share:.2f}: ceiling {split.ceiling:.2f}, reached {split.speedup:.2f}.",
+            lambda: pl.DataFrame([{"share": split.share, "ceiling": split.ceiling, "speedup": split.speedup}]),
+        )  # fmt: skip
+        if split.speedup < 1:
+            st.warning("Slower than dense: the index costs more than the sparse attention saves. Short prompts are like this.")
+    st.caption(
+        f"At first: {EXAMPLE.dense_ms:.0f} ms of which {EXAMPLE.attention_ms:.0f} ms are attention. Sparse attention takes "
+        f"{EXAMPLE.sparse_ms:.0f} ms and its index {EXAMPLE.index_ms:.1f} ms: {EXAMPLE.speedup:.2f} times as fast, not "
+        f"{EXAMPLE.kernel_speedup:.0f} times."
+    )
+    _measured()
+    parts.check(
+        "time", f"In the article's layer ({EXAMPLE.dense_ms:.0f} ms, attention {EXAMPLE.attention_ms:.0f} ms), make sparse "
+        "attention and index infinitely fast. How many times as fast does the layer get?",
+        f"{EXAMPLE.ceiling:.0f} times.",
+        f"The other {EXAMPLE.dense_ms - EXAMPLE.attention_ms:.0f} ms stay. With longer prompts attention's share f grows, "
+        "and with it the ceiling.",
+        value=EXAMPLE.ceiling, unit="times",
+    )  # fmt: skip
+
+
+def _measured() -> None:
+    st.markdown("#### On this machine")
+    st.markdown("The same split for attention of one small layer, measured: dense, index and kernel at several lengths.")
+    if st.button("Measure 512, 1,024 and 2,048 tokens", key="time-measure", icon=":material/timer:"):
+        st.session_state["time-measured"] = [measure(tokens) for tokens in (512, 1024, 2048)]
+    found: list[Measured] | None = st.session_state.get("time-measured")
+    if found is None:
+        st.caption("Takes a second or two. Nothing is measured until you press.")
+        return
+    st.dataframe(
+        pl.DataFrame(
+            [
+                {"tokens": f"{one.tokens:,}", "dense": milliseconds(one.dense_ms), "index": milliseconds(one.index_ms),
+                 "sparse": milliseconds(one.kernel_ms), "speed-up of attention, index in": f"{one.speedup:.2f}×",
+                 "density": percent(one.density), "missed mass": percent(one.missed), "kernels": one.impl}
+                for one in found
+            ]
+        ),
+        hide_index=True, width="content",
+    )  # fmt: skip
+    best = max(found, key=lambda one: one.speedup)
+    st.caption(
+        f"Best at {best.tokens:,} tokens: {best.speedup:.2f}×. Below 1× dense wins; the length where it turns is the "
+        "crossover, and it belongs to a machine."
+    )
