@@ -32,6 +32,10 @@ from headscope.kernels.triton_common import (
 )
 
 
+_MOST_WORDS = 2**27
+"""Keep words of one launch: 512 MiB."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Tile shape and resources of one kernel: rows and columns of a tile, warps, pipeline stages."""
@@ -58,7 +62,7 @@ def sparse_settings(width: int, element_size: int, capability: int) -> Settings:
     if element_size == 4:
         return Settings(64, 64, 4, 1)
     if capability >= 90:
-        return Settings(64, 64, 4, 2 if width == 256 else 3)
+        return Settings(64, 64, 4, 2)
     if width == 256:
         return Settings(64, 64, 4, 1)
     return Settings(64, 64, 4, 2)
@@ -163,19 +167,19 @@ def _column_flags(columns_ptr, cover_ptr, at, count, r0, COLUMNS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=(
-        "q_len", "kv_len", "kv_heads", "blocks", "row_blocks", "full_cap", "edge_cap", "cover_cap", "columns_cap",
-        "block_rows", "block_cap",
+        "q_len", "kv_len", "kv_heads", "blocks", "row_blocks", "full_cap", "edge_cap", "cover_cap", "words",
+        "columns_cap", "block_rows", "block_cap",
     )
 )  # fmt: skip
 def _attend_kernel(
     q_d, k_d, v_d, kc_d, vc_d, o_ptr, lse_ptr, k_ptr, v_ptr, starts_ptr,
-    full_ptr, edge_ptr, counts_ptr, cover_ptr, columns_ptr, blocks_ptr, block_count_ptr, slot_ptr, size_ptr,
+    full_ptr, edge_ptr, counts_ptr, cover_ptr, bits_ptr, columns_ptr, blocks_ptr, block_count_ptr, slot_ptr, size_ptr,
     window_count_ptr, band_count_ptr, column_count_ptr,
     q_len, kv_len, kv_heads, blocks, row_blocks, scale,
-    full_cap, edge_cap, cover_cap, columns_cap, block_rows, block_cap,
+    full_cap, edge_cap, cover_cap, words, columns_cap, block_rows, block_cap,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BOXES: tl.constexpr, LINES: tl.constexpr, BLOCKS: tl.constexpr, ODD_BLOCKS: tl.constexpr,
-    OVERLAPS: tl.constexpr, BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, LINE_STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BOXES: tl.constexpr, LINES: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, ODD_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr, BY_BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_local, member, back = _place(blocks, kv_heads, GROUP, BY_BLOCK)
     start = tl.load(starts_ptr + sequence)
@@ -286,30 +290,40 @@ def _attend_kernel(
             n_columns = tl.load(counts_ptr + 3)
             columns_ptr += wide * columns_cap
             # Behind a diagonal window and without bands, a column is read by all rows of a block or by none.
-            exact = True
-            if BOXES and TILE == 128:
+            fast = False
+            if BITS:
                 behind = (tl.load(window_count_ptr + head) > 0) & (tl.load(edge_ptr) == 64)
-                exact = (tl.load(band_count_ptr + head) > 0) | (behind == 0)
-            next_column, next_flags = _column_flags(columns_ptr, cover_ptr, 0, n_columns, r0, COLUMNS)
-            for at in tl.range(0, n_columns, COLUMNS, num_stages=LINE_STAGES):
-                column = next_column
-                flags = next_flags
-                next_column, next_flags = _column_flags(columns_ptr, cover_ptr, at + COLUMNS, n_columns, r0, COLUMNS)
-                offset = r0 - column
-                taken = (flags & 8) | (0 if TILE == 1 else flags & 1)
-                k = kc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
-                v = vc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
-                scores = tl.dot(q, k.T, input_precision=PRECISION)
-                scores = tl.where((taken == 0)[None, :], scores, float("-inf"))
-                if exact:
-                    partly = (taken == 0) & (((flags & 16) > 0) | (offset < 0))
+                fast = behind & (tl.load(band_count_ptr + head) == 0)
+                bits_ptr += (wide * row_blocks + block) * words
+                if fast:
+                    low = tl.load(bits_ptr)
+                    high = tl.load(bits_ptr + 1)
+                    for at in tl.range(0, n_columns, COLUMNS, num_stages=STAGES):
+                        word = tl.where(lane < 32, low, high)
+                        ahead = tl.minimum(at // 32 + 2, words - 2)
+                        low = tl.load(bits_ptr + ahead)
+                        high = tl.load(bits_ptr + ahead + 1)
+                        k = kc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
+                        v = vc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
+                        scores = tl.dot(q, k.T, input_precision=PRECISION)
+                        scores = tl.where((((word >> (lane & 31)) & 1) > 0)[None, :], scores, float("-inf"))
+                        acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
+            if fast == 0:
+                for at in tl.range(0, n_columns, COLUMNS, num_stages=1):
+                    column, flags = _column_flags(columns_ptr, cover_ptr, at, n_columns, r0, COLUMNS)
+                    taken = (flags & 8) | (0 if TILE == 1 else flags & 1)
+                    k = kc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
+                    v = vc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
+                    scores = tl.dot(q, k.T, input_precision=PRECISION)
+                    scores = tl.where((taken == 0)[None, :], scores, float("-inf"))
+                    partly = (taken == 0) & (((flags & 16) > 0) | (r0 < column))
                     if tl.max(partly.to(tl.int32), 0) > 0:
                         distance = rows[:, None] - column[None, :]
                         seen = partly[None, :] & (distance >= 0)
                         band = tl.load(cover_ptr + 64 + distance, mask=seen, other=0).to(tl.int32) & 2
                         gone = partly[None, :] & ((distance < 0) | (band > 0))
                         scores = tl.where(gone, float("-inf"), scores)
-                acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
+                    acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
         if ODD_BLOCKS:
             # Block sizes that 64 does not divide into: each block row in reach, its columns by pointer.
             odd_slot = tl.load(slot_ptr + head)
@@ -378,6 +392,7 @@ def attend(
     q, k, v = packed(q), packed(k), packed(v)
     plan = triton_plan.make_plan(layout)
     keys, values = triton_plan.compact(k, v, layout)
+    bits = _column_bits(layout, plan)
     heads, q_len, head_dim = q.shape[1], q.shape[2], q.shape[3]
     kv_heads, kv_len, width = k.shape[1], k.shape[2], pad_dim(head_dim)
     use = settings or sparse_settings(width, q.element_size(), _capability(q.device))
@@ -390,20 +405,31 @@ def attend(
         descriptor(q, 64, width), descriptor(k, 64, width), descriptor(v, 64, width),
         descriptor(keys if lines else k, 64, width), descriptor(values if lines else v, 64, width),
         out, lse, k, v, device_ints(layout.starts, q.device),
-        plan.full, plan.edge, plan.counts, plan.cover, layout.columns, layout.blocks, layout.block_count,
+        plan.full, plan.edge, plan.counts, plan.cover, bits, layout.columns, layout.blocks, layout.block_count,
         device_ints(layout.block_slot, q.device), device_ints(layout.block_size, q.device),
         layout.window_count, layout.band_count, layout.column_count,
         q_len, kv_len, kv_heads, blocks, plan.counts.shape[1], scale * LOG2E, plan.full.shape[1], plan.edge.shape[1],
-        plan.cover.shape[1], layout.columns.shape[1], layout.blocks.shape[1], layout.blocks.shape[2],
+        plan.cover.shape[1], bits.shape[2], layout.columns.shape[1], layout.blocks.shape[1], layout.blocks.shape[2],
         GROUP=heads // kv_heads, D=head_dim, WIDTH=width, TILE=layout.tile, COLUMNS=use.columns,
         BOXES=layout.windows.shape[1] + layout.bands.shape[1] > 0, LINES=lines,
-        BLOCKS=listed and any(size % 64 == 0 for size in sizes),
+        BITS=bits.shape[2] > 0, BLOCKS=listed and any(size % 64 == 0 for size in sizes),
         ODD_BLOCKS=listed and any(size % 64 != 0 for size in sizes),
         OVERLAPS=plan.cover.shape[1] > 0, BY_BLOCK=kv_len <= 16384 if by_block is None else by_block,
-        STAGES=use.stages, LINE_STAGES=min(use.stages, 2), PRECISION=precision(q.dtype), num_warps=use.warps,
+        STAGES=use.stages, PRECISION=precision(q.dtype), num_warps=use.warps,
         num_stages=use.stages,
     )  # fmt: skip
     return out, lse
+
+
+def _column_bits(layout: Layout, plan: triton_plan.Plan) -> torch.Tensor:
+    """Keep bits [N, G, words] where they help and stay small beside K and V, else [N, G, 0]: looked up cell by cell."""
+    count, blocks = plan.counts.shape[:2]
+    words = -(-layout.columns.shape[1] // 64) * 2
+    if layout.tile == 1 or not layout.windows.shape[1] or count * blocks * words > _MOST_WORDS:
+        words = 0
+    if not words:
+        return torch.empty(count, blocks, 0, dtype=torch.int32, device=layout.device)
+    return triton_plan.column_bits(layout, plan)
 
 
 def _outputs(q: torch.Tensor, starts: tuple[int, ...], kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:

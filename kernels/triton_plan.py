@@ -222,8 +222,8 @@ def _compact_kernel(
 
 @triton.jit(do_not_specialize=("size", "columns_cap", "words", "row_blocks"))
 def _keep_kernel(
-    cover_ptr, columns_ptr, column_count_ptr, any_ptr, all_ptr, size, columns_cap, words, row_blocks,
-    TILE: tl.constexpr, WORDS: tl.constexpr,
+    cover_ptr, columns_ptr, column_count_ptr, some_ptr, whole_ptr, size, columns_cap, words, row_blocks,
+    TILE: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Keep bits of `WORDS` words of one head for 8 row blocks."""
     head = tl.program_id(1).to(tl.int64)
@@ -241,12 +241,11 @@ def _keep_kernel(
             if TILE == 128:
                 taken = taken | ((flags & 1) > 0)
             some = (taken == 0) & (x >= -63)
-            whole = some & ((flags & 16) == 0) & (x >= 0)
             out = (head * row_blocks + block) * words + word
-            packed_any = tl.sum(tl.reshape(tl.where(some, bit, 0), [WORDS, 32]), 1)
-            packed_all = tl.sum(tl.reshape(tl.where(whole, bit, 0), [WORDS, 32]), 1)
-            tl.store(any_ptr + out, packed_any, mask=word < words)
-            tl.store(all_ptr + out, packed_all, mask=word < words)
+            tl.store(some_ptr + out, tl.sum(tl.reshape(tl.where(some, bit, 0), [WORDS, 32]), 1), mask=word < words)
+            if WHOLE:
+                whole = some & ((flags & 16) == 0) & (x >= 0)
+                tl.store(whole_ptr + out, tl.sum(tl.reshape(tl.where(whole, bit, 0), [WORDS, 32]), 1), mask=word < words)
 
 
 def lengths(layout: Layout) -> torch.Tensor:
@@ -321,18 +320,36 @@ def compact(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> tuple[torch.Ten
 def keep_bits(layout: Layout, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
     """Which columns the boxes leave to each row block, as bits: int32 words [N, G, ceil(C / 32)], twice.
 
-    Bit `c % 32` of word `c // 32`: in the first, some row of the block may read column `c` and not through a box;
-    in the second, every row may and no box covers any of it. Where they differ, a kernel decides cell by cell:
-    with `x = i - j`, the cell stays if `x >= 0` and neither `cover[r0 - j] & WINDOW` (tile 128) nor
-    `cover[x] & BAND`.
+    Bit `c % 32` of word `c // 32`: in the first, some row of the block may read column `c` and the boxes do not
+    cover it for all of them; in the second, every row may and no box covers any of it. Where they differ, a kernel
+    decides cell by cell: with `x = i - j`, the cell stays if `x >= 0` and neither `cover[r0 - j] & WINDOW`
+    (tile 128) nor `cover[x] & BAND`.
     """
     words = -(-layout.columns.shape[1] // 32)
-    blocks = plan.counts.shape[1]
-    some = torch.empty(layout.columns.shape[0], blocks, words, dtype=torch.int32, device=layout.device)
-    whole = torch.empty_like(some)
-    if words:
-        _keep_kernel[(-(-blocks // 8), layout.columns.shape[0], -(-words // 32))](
-            plan.cover, layout.columns, layout.column_count, some, whole, plan.cover.shape[1],
-            layout.columns.shape[1], words, blocks, TILE=layout.tile, WORDS=32, num_warps=4,
-        )  # fmt: skip
+    some, whole = _words(layout, plan, words), _words(layout, plan, words)
+    _keep(layout, plan, some, whole)
     return some, whole
+
+
+def column_bits(layout: Layout, plan: Plan) -> torch.Tensor:
+    """The first words of `keep_bits` alone, an even number per row block, 0 beyond a head's columns.
+
+    In a head with a diagonal window and without bands (`edge[n, 0, 0] == 64`) they are exact for every row.
+    """
+    some = _words(layout, plan, -(-layout.columns.shape[1] // 64) * 2)
+    _keep(layout, plan, some, None)
+    return some
+
+
+def _words(layout: Layout, plan: Plan, words: int) -> torch.Tensor:
+    return torch.empty(*plan.counts.shape[:2], words, dtype=torch.int32, device=layout.device)
+
+
+def _keep(layout: Layout, plan: Plan, some: torch.Tensor, whole: torch.Tensor | None) -> None:
+    count, blocks, words = some.shape
+    if words:
+        _keep_kernel[(-(-blocks // 8), count, -(-words // 32))](
+            plan.cover, layout.columns, layout.column_count, some, some if whole is None else whole,
+            plan.cover.shape[1], layout.columns.shape[1], words, blocks,
+            TILE=layout.tile, WORDS=32, WHOLE=whole is not None, num_warps=4,
+        )  # fmt: skip

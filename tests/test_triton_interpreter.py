@@ -84,6 +84,8 @@ def test_attention_keep_bits(seed: int) -> None:
     if not layout.columns.shape[1]:
         return
     some, whole = triton_plan.keep_bits(layout, plan)
+    even = triton_plan.column_bits(layout, plan)
+    assert torch.equal(even[..., : some.shape[2]], some) and not even[..., some.shape[2] :].any()
     tables = membership.tables(layout)
     for head in range(layout.batch * layout.heads):
         length = layout.length(head // layout.heads)
@@ -99,3 +101,6 @@ def test_attention_keep_bits(seed: int) -> None:
                 every = int(whole[head, block, place // 32]) >> (place % 32) & 1
                 assert bit or not bool(left.any()), (case.name, head, block, column)
                 assert not every or bool(left.all()), (case.name, head, block, column)
+                by_block = int(plan.edge[head, 0, 0]) == 64 and layout.tile == 128 and layout.band_count[head] == 0
+                if by_block and layout.window_count[head] > 0:
+                    assert bool(left.all()) == bool(left.any()) == bool(bit), (case.name, head, block, column)
