@@ -1,0 +1,228 @@
+"""Launchers of the Hopper kernels: dense attention and attention over a `Layout`, each with LSE.
+
+Tables that a sparse launch needs come from `triton_plan` (device work only, no host sync). Inputs are checked for
+layout here; their meaning is checked by the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headscope.kernels.gluon_compat import GL_DTYPE, descriptor
+from headscope.kernels.gluon_dense import dense_kernel
+from headscope.kernels.gluon_sparse import sparse_kernel
+from headscope.kernels.layout import TILE, Layout
+from headscope.kernels.triton_common import LOG2E, count_below, device_ints, steps_for
+from headscope.kernels.triton_plan import column_bits, compact, keep_bits, make_plan
+
+HEAD_SIZES = (64, 128, 256)
+
+MAX_BANDS = 64
+"""Most distance ranges of a head that are worth a pass of 128-key tiles each; layouts with more go to Triton."""
+
+BY_BLOCK_ROWS = 12_288
+"""Up to this many query rows all heads of a row block run together; beyond, one KV head after another (L2)."""
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Keys per tile, stages, consumer warpgroups of 64 rows, registers of a consumer thread."""
+
+    keys: int
+    stages: int
+    groups: int
+    registers: int
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Stages, 64-key slots in a stage, stages of the ring of half blocks."""
+
+    stages: int
+    slots: int
+    ring: int
+
+
+SPARSE = {64: SparseConfig(4, 3, 6), 128: SparseConfig(2, 3, 3), 256: SparseConfig(1, 2, 1)}
+
+
+def dense_config(head_dim: int, rows: int) -> DenseConfig:
+    """What ran fastest on an H200 (NOTES.md)."""
+    if head_dim == 64:
+        return DenseConfig(64, 4, 3, 152) if rows > BY_BLOCK_ROWS else DenseConfig(128, 2, 2, 240)
+    return DenseConfig(128, 2, 2, 240) if head_dim == 128 else DenseConfig(64, 2, 2, 240)
+
+
+def serves(q: torch.Tensor) -> str | None:
+    """Why these queries cannot be served, or None."""
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"the Gluon kernels need a Hopper GPU (compute capability 9.0), q is on {q.device}"
+    if q.dtype not in GL_DTYPE:
+        return f"the Gluon kernels serve bfloat16 and float16, got q.dtype = {q.dtype}"
+    if q.shape[-1] not in HEAD_SIZES:
+        return f"the Gluon kernels serve head sizes {', '.join(map(str, HEAD_SIZES))}, got {q.shape[-1]}"
+    return None
+
+
+def serves_layout(layout: Layout) -> str | None:
+    """Why this index cannot be served, or None. Looks at shapes and host facts only."""
+    if layout.tile != TILE:
+        return f"the Gluon kernels serve tile {TILE}, got tile = {layout.tile}"
+    if layout.bands.shape[1] > MAX_BANDS:
+        return f"the Gluon kernels serve up to {MAX_BANDS} distance ranges a head, got {layout.bands.shape[1]}"
+    odd = sorted({size for size, slot in zip(layout.block_size, layout.block_slot, strict=True) if slot >= 0 and size % 64})
+    if odd:
+        return f"the Gluon kernels serve block sizes that are multiples of 64, got {odd}"
+    return None
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of q [B, Hq, S, D] over k/v [B, Hkv, T, D]; out in q's dtype, LSE float32 [B, Hq, S].
+
+    Padding rows give output 0 and LSE -inf. Raises `ValueError` for what these kernels do not serve.
+    """
+    _check(q, k, v, scale)
+    batch, heads, q_len, dim = q.shape
+    config = dense_config(dim, q_len)
+    rows = 64 * config.groups
+    q3, k3, v3 = _rows(q), _rows(k), _rows(_without_padding(v, starts))
+    out, lse = _outputs(q, k.shape[2], starts)
+    blocks = _row_blocks(q_len, k.shape[2], starts, rows)
+    dense_kernel[(batch * heads * blocks,)](
+        descriptor(q3, 64, dim), descriptor(k3, config.keys, dim), descriptor(v3, config.keys, dim),
+        descriptor(_rows(out), 64, dim), lse, device_ints(starts, q.device), scale * LOG2E, q_len, k.shape[2],
+        batch * heads, heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS),
+        BN=config.keys, D=dim, STAGES=config.stages, GROUPS=config.groups, CONSUMER_REGISTERS=config.registers,
+        num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the cells of `layout`, all heads in one launch; shapes and outputs as `dense`.
+
+    A row with no cell gives output 0 and LSE -inf. Raises `ValueError` for what these kernels do not serve.
+    """
+    _check(q, k, v, scale)
+    if reason := serves_layout(layout):
+        raise ValueError(reason)
+    batch, heads, q_len, dim = q.shape
+    config = SPARSE[dim]
+    starts = layout.starts
+    q3, k3, v3 = _rows(q), _rows(k), _rows(_without_padding(v, starts))
+    out, lse = _outputs(q, k.shape[2], starts)
+    tables = _tables(k3.view(k.shape), v3.view(v.shape), layout)
+    blocks = _row_blocks(q_len, k.shape[2], starts, 128)
+    half_blocks = any(size % 128 for size, slot in zip(layout.block_size, layout.block_slot, strict=True) if slot >= 0)
+    sparse_kernel[(batch * heads * blocks,)](
+        descriptor(q3, 64, 64), descriptor(k3, 64, 64), descriptor(v3, 64, dim), descriptor(_rows(out), 64, dim),
+        descriptor(tables.keys, 64, 64), descriptor(tables.values, 64, dim), lse, device_ints(starts, q.device),
+        layout.windows, tables.window_counts, layout.bands, layout.band_count, layout.columns, tables.counts,
+        tables.some, tables.whole, layout.blocks, layout.block_count, tables.block_head,
+        scale * LOG2E, q_len, k.shape[2], batch * heads, heads, heads // k.shape[1], blocks, tables.counts.shape[1],
+        layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1],
+        tables.some.shape[-1], *layout.blocks.shape[1:],
+        int(q_len > BY_BLOCK_ROWS),
+        D=dim, STAGES=config.stages, SLOTS=config.slots, RING=config.ring,
+        HALF_BLOCKS=half_blocks, OVERLAPS=_may_overlap(layout), num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What the sparse kernel reads beside the layout; see `sparse_kernel`."""
+
+    window_counts: torch.Tensor
+    counts: torch.Tensor
+    some: torch.Tensor
+    whole: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_head: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["window_cap", "row_blocks", "steps"])
+def _window_counts_kernel(windows_ptr, window_count_ptr, out_ptr, window_cap, row_blocks, steps):  # type: ignore[no-untyped-def]
+    """Windows that hold a key `>= 0` for some of a row block's 128 rows. 128 row blocks a program."""
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * 128 + tl.arange(0, 128)
+    count = tl.load(window_count_ptr + head)
+    # The second 64 rows start at 128 * block + 64; a window there ends at that minus delta plus 127.
+    reach = count_below(windows_ptr + head * window_cap, count, block * 128 + 192, steps, 1)
+    tl.store(out_ptr + head * row_blocks + block, reach, mask=block < row_blocks)
+
+
+def _tables(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> _Tables:
+    """Derives the launch tables on the device; columns cost a copy of their K and V rows."""
+    heads = layout.windows.shape[0]
+    row_blocks = -(-layout.kv_len // 128)
+    window_counts = torch.empty(heads, row_blocks, dtype=torch.int32, device=k.device)
+    _window_counts_kernel[(-(-row_blocks // 128), heads)](
+        layout.windows, layout.window_count, window_counts, layout.windows.shape[1], row_blocks,
+        steps_for(layout.windows.shape[1]), num_warps=4,
+    )  # fmt: skip
+    plan = make_plan(layout)
+    some, whole, keys, values = layout.columns, layout.columns, k.flatten(0, 1), v.flatten(0, 1)
+    if layout.columns.shape[1]:
+        some, whole = keep_bits(layout, plan) if _may_overlap(layout) else (column_bits(layout, plan),) * 2
+        keys, values = compact(k, v, layout)
+    pairs = tuple(n for pair in zip(layout.block_slot, layout.block_size, strict=True) for n in pair)
+    return _Tables(window_counts, plan.counts, some, whole, keys, values, device_ints(pairs, k.device))
+
+
+def _may_overlap(layout: Layout) -> bool:
+    """Whether a head may hold a column, band or block cell twice, or a column in some rows of a block only."""
+    if layout.bands.shape[1] or layout.blocks.numel():
+        return layout.bands.shape[1] > 0 or layout.columns.shape[1] > 0 or layout.windows.shape[1] > 0
+    return layout.columns.shape[1] > 0 and layout.windows.shape[1] == 0
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    if reason := serves(q):
+        raise ValueError(reason)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} must have q's dtype and device, got {x.dtype} on {x.device}")
+        if x.shape[0] != q.shape[0] or x.shape[-1] != q.shape[-1] or q.shape[1] % x.shape[1]:
+            raise ValueError(f"{name} does not fit q {tuple(q.shape)}: got {tuple(x.shape)}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[B * H, n, D] contiguous and 16-byte aligned, as the copy engine needs it; a copy only where it is not."""
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(-1, x.shape[-2], x.shape[-1])
+
+
+def _without_padding(v: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
+    """Values with padding rows set to 0: a weight of 0 does not hide what is not finite there."""
+    if not any(starts):
+        return v
+    v = v.clone(memory_format=torch.contiguous_format)
+    for sequence, start in enumerate(starts):
+        v[sequence, :, :start] = 0
+    return v
+
+
+def _outputs(q: torch.Tensor, kv_len: int, starts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers for the output and LSE. Kernels write every real row; padding rows are filled here."""
+    padded = any(start > kv_len - q.shape[2] for start in starts)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if padded else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return out, lse.fill_(-torch.inf) if padded else lse
+
+
+def _row_blocks(q_len: int, kv_len: int, starts: tuple[int, ...], rows: int) -> int:
+    """Row blocks of the sequence with the most: they are aligned to own position 0."""
+    return max(-(-(kv_len - start) // rows) - max(0, kv_len - q_len - start) // rows for start in starts)

@@ -1,0 +1,561 @@
+"""Sparse causal attention with LSE for Hopper (sm_90a), in Gluon: every kind of list in one launch.
+
+One program serves one query head and 128 own rows: two consumer warpgroups of 64 rows, which are the row blocks
+of `layout.py`, and a one-warp TMA producer. K and V come in slots of 64 keys, SLOTS of them to a stage:
+
+- bands: tiles of 128 keys shared by both row blocks, walked down from the nearest; masked only at their ends;
+- windows: each row block at r0 reads keys r0 - delta .. r0 - delta + 127, so one step loads 192 keys and row
+  block g uses slots g and g + 1 (two steps of 64 keys each where only one slot a row block fits, D = 256);
+- columns: the head's chosen K/V rows, compacted beforehand, minus what bands and windows hold already;
+- blocks: listed tiles; block sizes that are no multiple of 128 keep one list per 64 rows and a ring of their own.
+
+A cell counts once: blocks go before bands, bands before windows, windows before columns. Each step computes its
+scores beside the value product of the step before; the first step's value product has weights 0.
+
+K is stored in pieces of 64 keys by 64 dimensions, consecutive slots side by side, so that two slots form one
+128-key operand wherever they start; V is stored in slots of 64 keys by D.
+
+Shapes: q, o [B*Hq, S, D]; k, v [B*Hkv, T, D]; kc, vc [B*Hq, C, D]; lse fp32 [B*Hq, S], natural log.
+"""
+
+# mypy: ignore-errors
+# Gluon kernels are compiled by Triton: their annotations are compile-time markers, not Python types.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gluon_compat import barrier, tma_load, tma_store, tma_store_wait
+from .gluon_dense import FLOOR, LN2, place
+
+ROWS = gl.constexpr(128)
+WINDOW = gl.constexpr(128)
+FAR = gl.constexpr(2**30)
+BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN = (gl.constexpr(kind) for kind in range(4))
+
+
+@gluon.jit
+def _next(st, ph, STAGES: gl.constexpr):
+    st += 1
+    if st == STAGES:
+        st = 0
+        ph = ph ^ 1
+    return st, ph
+
+
+@gluon.jit
+def _run(run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, tile_blocks, size, WIDTH: gl.constexpr):
+    """The run-th list of a head: blocks, each band, windows, columns, in the order in which cells are claimed.
+
+    Returns its kind, its number of steps, and what `_key` needs; cells of a step that is no column step belong
+    when lo <= i - j <= hi and j >= 0. `r0` is the own position that window offsets count from.
+    """
+    kind = BLOCK_RUN
+    steps = tile_blocks
+    origin = 0
+    lo = 0
+    hi = FAR
+    list_ptr = blocks_ptr
+    factor = size
+    pieces = gl.maximum(size // WIDTH, 1)
+    pitch = WIDTH
+    if run > 0:
+        factor = 0
+        pieces = FAR
+        if run <= bands:
+            kind = BAND_RUN
+            lo = gl.load(bands_ptr + 2 * run - 2)
+            hi = gl.load(bands_ptr + 2 * run - 1)
+            p0 = r0 // ROWS * ROWS
+            last = p0 + ROWS - 1 - lo
+            steps = gl.where(last < 0, 0, gl.maximum(last - gl.maximum(p0 - hi, 0) + WIDTH, 0) // WIDTH)
+            origin = last + 1 - WIDTH
+            pitch = -WIDTH
+        elif run == bands + 1:
+            kind = WINDOW_RUN
+            steps = windows * (WINDOW // WIDTH)
+            origin = r0
+            list_ptr = windows_ptr
+            factor = -1
+            pieces = WINDOW // WIDTH
+        else:
+            kind = COLUMN_RUN
+            steps = columns
+    return kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch
+
+
+@gluon.jit
+def _key(step, kind, origin, list_ptr, factor, pieces, pitch, WIDTH: gl.constexpr):
+    """Own position of a step's first key (its place in the compacted columns, for a column step)."""
+    entry = gl.load(list_ptr + step // pieces, mask=(kind == BLOCK_RUN) | (kind == WINDOW_RUN), other=0)
+    return origin + factor * entry + step % pieces * pitch
+
+
+@gluon.jit
+def _fill(k_d, v_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, head, row, COUNT: gl.constexpr,
+          D: gl.constexpr, SLOTS: gl.constexpr):
+    """Loads COUNT slots of K and V from `row` on into stage `st`, once both row blocks have left it."""
+    HALVES: gl.constexpr = D // 64
+    mbarrier.wait(k_empty.index(st), ph)
+    mbarrier.expect(k_full.index(st), COUNT * 64 * D * 2)
+    for half in gl.static_range(HALVES):
+        for s in gl.static_range(COUNT):
+            tma_load(k_d, [head, row + 64 * s, 64 * half], k_full.index(st),
+                     k_s.index((st * HALVES + half) * SLOTS + s))
+    mbarrier.wait(v_empty.index(st), ph)
+    mbarrier.expect(v_full.index(st), COUNT * 64 * D * 2)
+    for s in gl.static_range(COUNT):
+        tma_load(v_d, [head, row + 64 * s, 0], v_full.index(st), v_s.index(st * SLOTS + s))
+
+
+@gluon.jit
+def _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks_ptr, halves, size, st, ph, step, head, start,
+                      G: gl.constexpr, D: gl.constexpr):
+    """Loads one 64-key piece of row block G's own block list, if it has a `step`-th one."""
+    HALVES: gl.constexpr = D // 64
+    if step < halves:
+        pieces = size // 64
+        row = start + gl.load(blocks_ptr + step // pieces) * size + step % pieces * 64
+        slot = st * 2 + G
+        mbarrier.wait(ring.index(slot * 4 + 1), ph)
+        mbarrier.expect(ring.index(slot * 4), 64 * D * 2)
+        for half in gl.static_range(HALVES):
+            tma_load(k_d, [head, row, 64 * half], ring.index(slot * 4), k_s.index(slot * HALVES + half))
+        mbarrier.wait(ring.index(slot * 4 + 3), ph)
+        mbarrier.expect(ring.index(slot * 4 + 2), 64 * D * 2)
+        tma_load(v_d, [head, row, 0], ring.index(slot * 4 + 2), v_s.index(slot))
+
+
+@gluon.jit
+def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover,
+              windows_ptr, bands_ptr, blocks0_ptr, blocks1_ptr, head, kv_head, p0, first, start, windows, bands,
+              columns, tile_blocks, halves0, halves1, size,
+              D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
+              HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+    HALVES: gl.constexpr = D // 64
+    PAIR: gl.constexpr = SLOTS - 1
+    WIDTH: gl.constexpr = 64 * PAIR
+    mbarrier.expect(q_full, ROWS * D * 2)
+    for g in gl.static_range(2):
+        for half in gl.static_range(HALVES):
+            tma_load(q_d, [head, p0 - first + g * 64, half * 64], q_full, q_s.index(g * HALVES + half))
+    if HALF_BLOCKS:
+        st = 0
+        ph = 1
+        for i in range(gl.maximum(halves0, halves1)):
+            _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks0_ptr, halves0, size, st, ph, i, kv_head, start, 0, D)
+            _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks1_ptr, halves1, size, st, ph, i, kv_head, start, 1, D)
+            st, ph = _next(st, ph, RING)
+        mbarrier.wait(handover, 0)
+    st = 0
+    ph = 1
+    for run in range(bands + 3):
+        kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
+            run, p0, bands_ptr, bands, windows_ptr, windows, columns, blocks0_ptr, tile_blocks, size, WIDTH)
+        for i in range(steps):
+            key = _key(i, kind, origin, list_ptr, factor, pieces, pitch, WIDTH)
+            if kind == COLUMN_RUN:
+                _fill(kc_d, vc_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, head, key, PAIR, D, SLOTS)
+            elif kind == WINDOW_RUN:
+                _fill(k_d, v_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, kv_head, start + key, SLOTS, D,
+                      SLOTS)
+            else:
+                _fill(k_d, v_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, kv_head, start + key, PAIR, D,
+                      SLOTS)
+            st, ph = _next(st, ph, STAGES)
+
+
+@gluon.jit
+def _keys(k_s, chunk, N: gl.constexpr):
+    """64-dimension operand [64, N] of the keys from K piece `chunk` on."""
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return k_s.index(chunk)._reinterpret(k_s.dtype, [N, 64], FLAT).permute((1, 0))
+
+
+@gluon.jit
+def _scores(q_s, k_s, v_s, k_full, ph, k_empty, v_full, pph, chunk, slot, acc, p0, p1, G: gl.constexpr,
+            D: gl.constexpr, PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
+    """Starts this step's scores [64, 64 * PAIR] and the last step's value product; returns the scores, finished."""
+    HALVES: gl.constexpr = D // 64
+    N: gl.constexpr = 64 * PAIR
+    zero = gl.zeros([64, N], gl.float32, SL)
+    mbarrier.wait(k_full, ph)
+    s_t = warpgroup_mma(q_s.index(G * HALVES).reshape([64, 64]), _keys(k_s, chunk, N), zero, use_acc=False,
+                        is_async=True)
+    for half in gl.static_range(1, HALVES):
+        s_t = warpgroup_mma(q_s.index(G * HALVES + half).reshape([64, 64]), _keys(k_s, chunk + half * STRIDE, N), s_t,
+                            is_async=True)
+    mbarrier.wait(v_full, pph)
+    o_t = warpgroup_mma(p0, v_s.index(slot).reshape([64, D]), acc, is_async=True)
+    if PAIR == 2:
+        o_t = warpgroup_mma(p1, v_s.index(slot + 1).reshape([64, D]), o_t, is_async=True)
+    s = warpgroup_mma_wait(PAIR, deps=[s_t])
+    mbarrier.arrive(k_empty)
+    return s, o_t
+
+
+@gluon.jit
+def _operands(weights, DTYPE: gl.constexpr, PL: gl.constexpr, PAIR: gl.constexpr):
+    """Softmax weights as one or two 64-key operands in registers."""
+    if PAIR == 2:
+        w0, w1 = weights.to(DTYPE).reshape([64, 2, 64]).permute((0, 2, 1)).split()
+        return gl.convert_layout(w0, PL), gl.convert_layout(w1, PL)
+    else:
+        w = gl.convert_layout(weights.to(DTYPE), PL)
+        return w, w
+
+
+@gluon.jit
+def _lone_scores(q_s, k_s, k_full, ph, k_empty, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr,
+                 STRIDE: gl.constexpr, SL: gl.constexpr):
+    """This step's scores with nothing beside them."""
+    HALVES: gl.constexpr = D // 64
+    N: gl.constexpr = 64 * PAIR
+    mbarrier.wait(k_full, ph)
+    s_t = warpgroup_mma(q_s.index(G * HALVES).reshape([64, 64]), _keys(k_s, chunk, N),
+                        gl.zeros([64, N], gl.float32, SL), use_acc=False, is_async=True)
+    for half in gl.static_range(1, HALVES):
+        s_t = warpgroup_mma(q_s.index(G * HALVES + half).reshape([64, 64]), _keys(k_s, chunk + half * STRIDE, N), s_t,
+                            is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s_t])
+    mbarrier.arrive(k_empty)
+    return s
+
+
+@gluon.jit
+def _values(v_s, v_full, pph, slot, acc, p0, p1, D: gl.constexpr, PAIR: gl.constexpr):
+    """The last step's value product with nothing beside it."""
+    mbarrier.wait(v_full, pph)
+    o_t = warpgroup_mma(p0, v_s.index(slot).reshape([64, D]), acc, is_async=True)
+    if PAIR == 2:
+        o_t = warpgroup_mma(p1, v_s.index(slot + 1).reshape([64, D]), o_t, is_async=True)
+    return warpgroup_mma_wait(0, deps=[o_t])
+
+
+@gluon.jit
+def _weigh(s, m, total, scale, DTYPE: gl.constexpr, PAIR: gl.constexpr, PL: gl.constexpr):
+    """Online softmax of finished scores: (factor on what came before, running maximum, running sum, weights)."""
+    top = gl.maximum(m, gl.max(s, 1) * scale)
+    shrink = gl.exp2(m - top)
+    weights = gl.exp2(s * scale - top[:, None])
+    p0, p1 = _operands(weights, DTYPE, PL, PAIR)
+    return shrink, top, total * shrink + gl.sum(weights, 1), p0, p1
+
+
+@gluon.jit
+def _distances(s, rows, keys, lo, hi):
+    """Scores of the cells with lo <= i - j <= hi and j >= 0; -inf elsewhere."""
+    far = rows[:, None] - keys[None, :]
+    return gl.where((far >= lo) & (far <= hi) & (keys >= 0)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, step, bands_ptr, bands,
+                   blocks_ptr, listed, size, PAIR: gl.constexpr):
+    """Scores of the column cells that are causal and that no window, band or listed block counts already."""
+    w0, w1, w2, w3 = _words(some_ptr, step * 2 * PAIR, words, True, PAIR)
+    a0, a1, a2, a3 = _words(whole_ptr, step * 2 * PAIR, words, True, PAIR)
+    s = gl.where(_bits(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
+    if (((a0 ^ w0) | (a1 ^ w1) | (a2 ^ w2) | (a3 ^ w3)) != 0) | (listed > 0):
+        place = step * 64 * PAIR + cols
+        column = gl.load(columns_ptr + place, mask=place < column_cap, other=0)
+        s = gl.where(rows[:, None] >= column[None, :], s, float("-inf"))
+        s = _without_bands(s, rows, column, bands_ptr, bands)
+        s = _without_blocks(s, column, blocks_ptr, listed, size)
+    return s
+
+
+@gluon.jit
+def _without_bands(s, rows, keys, bands_ptr, bands):
+    """Scores with the cells of the head's bands masked out: those were counted before."""
+    for b in range(bands):
+        far = rows[:, None] - keys[None, :]
+        s = gl.where((far >= gl.load(bands_ptr + 2 * b)) & (far <= gl.load(bands_ptr + 2 * b + 1)), float("-inf"), s)
+    return s
+
+
+@gluon.jit
+def _without_blocks(s, keys, blocks_ptr, listed, size):
+    """Scores with the keys of the row block's listed blocks masked out: those were counted before."""
+    for e in range(listed):
+        s = gl.where((keys // size == gl.load(blocks_ptr + e))[None, :], float("-inf"), s)
+    return s
+
+
+@gluon.jit
+def _words(words_ptr, at, words, want, PAIR: gl.constexpr):
+    """The keep words of one tile of columns; words beyond the table are 0. Two are repeated where two suffice."""
+    w0 = gl.load(words_ptr + at, mask=want & (at < words), other=0)
+    w1 = gl.load(words_ptr + at + 1, mask=want & (at + 1 < words), other=0)
+    if PAIR == 2:
+        w2 = gl.load(words_ptr + at + 2, mask=want & (at + 2 < words), other=0)
+        w3 = gl.load(words_ptr + at + 3, mask=want & (at + 3 < words), other=0)
+        return w0, w1, w2, w3
+    else:
+        return w0, w1, w0, w1
+
+
+@gluon.jit
+def _bits(w0, w1, w2, w3, columns, PAIR: gl.constexpr):
+    """bool per column of a tile."""
+    w = gl.where(columns < 32, w0, w1)
+    if PAIR == 2:
+        w = gl.where(columns < 64, w, gl.where(columns < 96, w2, w3))
+    return ((w >> (columns & 31)) & 1) != 0
+
+
+@gluon.jit
+def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m, total, p0, scale, G: gl.constexpr,
+                 D: gl.constexpr, RING: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr):
+    """The row block's own block list, 64 keys a step, from the ring; all value products finished at the end."""
+    HALVES: gl.constexpr = D // 64
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    cols = gl.arange(0, 64, gl.SliceLayout(0, SL))
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, SL))
+    m = gl.convert_layout(m, gl.SliceLayout(1, SL))
+    total = gl.convert_layout(total, gl.SliceLayout(1, SL))
+    pieces = size // 64
+    st = 0
+    ph = 0
+    before = G
+    freed = RING * 2
+    pph = 0
+    for i in range(halves):
+        slot = st * 2 + G
+        key = gl.load(blocks_ptr + i // pieces) * size + i % pieces * 64
+        s, o_t = _scores(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(slot * 4 + 1),
+                         ring.index(before * 4 + 2), pph, slot * HALVES, before, acc, p0, p0, G, D, 1, 1, SL)
+        if key + 63 > r0:
+            s = gl.where(rows[:, None] >= (key + cols)[None, :], s, float("-inf"))
+        shrink, m, total, p0, _ = _weigh(s, m, total, scale, k_s.dtype, 1, PL)
+        acc = warpgroup_mma_wait(0, deps=[o_t])
+        mbarrier.arrive(ring.index(freed * 4 + 3))
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
+        before = slot
+        freed = slot
+        pph = ph
+        st, ph = _next(st, ph, RING)
+    if halves > 0:
+        acc = _values(v_s, ring.index(before * 4 + 2), pph, before, acc, p0, p0, D, 1)
+    return acc, m, total
+
+
+@gluon.jit
+def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, lse_ptr, windows_ptr,
+              bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0, first, q_len, windows,
+              bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1, listed0, listed1, size,
+              scale, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
+              HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+    HALVES: gl.constexpr = D // 64
+    PAIR: gl.constexpr = SLOTS - 1
+    WIDTH: gl.constexpr = 64 * PAIR
+    DTYPE: gl.constexpr = k_s.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    r0 = p0 + G * 64
+    if G == 0:
+        blocks_ptr = blocks0_ptr
+        listed = listed0
+        halves = halves0
+    else:
+        blocks_ptr = blocks1_ptr
+        listed = listed1
+        halves = halves1
+    rows = r0 + gl.arange(0, 64, gl.SliceLayout(1, SL))
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, SL))
+    acc = gl.zeros([64, D], gl.float32, OL)
+    m = gl.full([64], FLOOR, gl.float32, gl.SliceLayout(1, SL))
+    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SL))
+    p0_, p1_ = _operands(gl.zeros([64, WIDTH], gl.float32, SL) + scale * 0.0, DTYPE, PL, PAIR)
+    mbarrier.wait(q_full, 0)
+    if HALF_BLOCKS:
+        acc, m, total = _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m, total, p0_, scale, G,
+                                 D, RING, OL, PL)
+        m = gl.convert_layout(m, gl.SliceLayout(1, SL))
+        total = gl.convert_layout(total, gl.SliceLayout(1, SL))
+        mbarrier.arrive(handover)
+    st = 0
+    ph = 0
+    pst = 0
+    pph = 0
+    slot = 0
+    freed = STAGES  # a spare barrier: the first step has no V to give back
+    table_row = gl.minimum(r0 // 64, table_blocks - 1)
+    some_ptr += table_row * words
+    whole_ptr += table_row * words
+    for run in range(bands + 3):
+        kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
+            run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, tile_blocks, size, WIDTH)
+        shift = gl.where(kind == WINDOW_RUN, G, 0)
+        if OVERLAPS:
+            # Under windows alone a row block reads a column in all its rows or in none.
+            careful = (kind == COLUMN_RUN) & ((bands > 0) | (windows == 0))
+            careful = careful | ((kind == WINDOW_RUN) & (bands > 0)) | ((kind != BLOCK_RUN) & (listed > 0))
+            if careful:
+                for i in range(steps):
+                    key = _key(i, kind, origin, list_ptr, factor, pieces, pitch, WIDTH)
+                    acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
+                    mbarrier.arrive(v_empty.index(freed))
+                    s = _lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift,
+                                     G, D, PAIR, SLOTS, SL)
+                    if kind == COLUMN_RUN:
+                        s = _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i,
+                                           bands_ptr, bands, blocks_ptr, listed, size, PAIR)
+                    else:
+                        s = _distances(s, rows, key + cols, lo, hi)
+                        if kind == WINDOW_RUN:
+                            s = _without_bands(s, rows, key + cols, bands_ptr, bands)
+                        s = _without_blocks(s, key + cols, blocks_ptr, listed, size)
+                    shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
+                    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
+                    pst = st
+                    freed = st
+                    pph = ph
+                    slot = st * SLOTS + shift
+                    st, ph = _next(st, ph, STAGES)
+                steps = 0
+        for i in range(steps):
+            key = _key(i, kind, origin, list_ptr, factor, pieces, pitch, WIDTH)
+            w0, w1, w2, w3 = _words(some_ptr, i * (WIDTH // 32), words, kind == COLUMN_RUN, PAIR)
+            s, o_t = _scores(q_s, k_s, v_s, k_full.index(st), ph, k_empty.index(st), v_full.index(pst), pph,
+                             st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
+            if kind == COLUMN_RUN:
+                if (w0 & w1 & w2 & w3) != -1:
+                    s = gl.where(_bits(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
+            elif (key < 0) | (r0 - key - (WIDTH - 1) < lo) | (r0 + 63 - key > hi):
+                s = _distances(s, rows, key + cols, lo, hi)
+            shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
+            acc = warpgroup_mma_wait(0, deps=[o_t])
+            mbarrier.arrive(v_empty.index(freed))
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
+            pst = st
+            freed = st
+            pph = ph
+            slot = st * SLOTS + shift
+            st, ph = _next(st, ph, STAGES)
+    if freed < STAGES:
+        acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
+    own = rows - first
+    some = total > 0
+    lse = gl.where(some, (m + gl.log2(gl.where(some, total, 1.0))) * LN2, float("-inf"))
+    gl.store(lse_ptr + head.to(gl.int64) * q_len + own, lse, mask=(own >= 0) & (own < q_len))
+    share = gl.convert_layout(gl.where(some, 1.0 / gl.where(some, total, 1.0), 0.0), gl.SliceLayout(1, OL))
+    q_tile = q_s.index(G * HALVES)._reinterpret(DTYPE, [1, 64, D], o_d.layout)
+    q_tile.reshape([64, D]).store((acc * share[:, None]).to(DTYPE))
+    fence_async_shared()
+    barrier()
+    tma_store(o_d, [head, r0 - first, 0], q_tile)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[
+    "q_len", "kv_len", "heads", "heads_per_sequence", "group", "row_blocks", "table_blocks", "window_cap", "band_cap",
+    "column_cap", "words", "block_rows", "block_cap", "by_kv",
+])
+def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, lse_ptr, starts_ptr, windows_ptr, window_counts_ptr, bands_ptr,
+                  band_count_ptr, columns_ptr, counts_ptr, some_ptr, whole_ptr, blocks_ptr, block_count_ptr,
+                  block_head_ptr, scale, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks,
+                  window_cap, band_cap, column_cap, words, block_rows, block_cap, by_kv,
+                  D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
+                  HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+    """Grid (heads * row_blocks,). `scale` is the softmax scale times log2(e); heads = B * Hq.
+
+    window_counts [heads, ceil(table_blocks / 2)]: windows that reach a key, per 128 own rows; counts [heads,
+    table_blocks, 4] and some/whole [heads, table_blocks, words] come from `triton_plan`, per 64 own rows;
+    block_head [heads, 2] is (slot or -1, block size).
+    """
+    HALVES: gl.constexpr = D // 64
+    PAIR: gl.constexpr = SLOTS - 1
+    WIDTH: gl.constexpr = 64 * PAIR
+    head, rank = place(gl.program_id(0), heads, group, row_blocks, by_kv)
+    kv_head = head // group
+    start = gl.load(starts_ptr + head // heads_per_sequence)
+    first = kv_len - q_len - start
+    block = gl.cdiv(kv_len - start, ROWS) - 1 - rank
+    p0 = block * ROWS
+    # Sequences of one batch have different numbers of row blocks: a program beyond its sequence's first query
+    # row has nothing to read, and stores nothing, because all its rows lie before local row 0.
+    real = (block >= 0) & (p0 + ROWS > first)
+    p0 = gl.where(real, p0, first - ROWS)
+    wide = head.to(gl.int64)
+    windows = 0
+    bands = 0
+    columns = 0
+    tile_blocks = 0
+    halves0 = 0
+    halves1 = 0
+    listed0 = 0
+    listed1 = 0
+    size = 64
+    blocks0_ptr = blocks_ptr
+    blocks1_ptr = blocks_ptr
+    if real:
+        windows = gl.load(window_counts_ptr + wide * gl.cdiv(table_blocks, 2) + block)
+        bands = gl.load(band_count_ptr + head)
+        if column_cap > 0:
+            last = gl.minimum(2 * block + 1, table_blocks - 1)
+            columns = gl.cdiv(gl.load(counts_ptr + (wide * table_blocks + last) * 4 + 3), WIDTH)
+        if block_cap > 0:
+            entry = gl.load(block_head_ptr + 2 * head)
+            if entry >= 0:
+                size = gl.load(block_head_ptr + 2 * head + 1)
+                u0 = p0 // size
+                u1 = (p0 + 64) // size
+                blocks0_ptr += (entry.to(gl.int64) * block_rows + u0) * block_cap
+                blocks1_ptr += (entry.to(gl.int64) * block_rows + u1) * block_cap
+                listed0 = gl.load(block_count_ptr + entry * block_rows + u0)
+                listed1 = gl.load(block_count_ptr + entry * block_rows + u1, mask=u1 < block_rows, other=0)
+                if size % 128 == 0:
+                    tile_blocks = listed0 * (size // WIDTH)
+                else:
+                    halves0 = listed0 * (size // 64)
+                    halves1 = listed1 * (size // 64)
+    windows_ptr += wide * window_cap
+    bands_ptr += wide * band_cap * 2
+    columns_ptr += wide * column_cap
+    some_ptr += wide * table_blocks * words
+    whole_ptr += wide * table_blocks * words
+    q_s = gl.allocate_shared_memory(q_d.dtype, [2 * HALVES, 1, 64, 64], q_d.layout)
+    k_s = gl.allocate_shared_memory(k_d.dtype, [STAGES * HALVES * SLOTS, 1, 64, 64], k_d.layout)
+    v_s = gl.allocate_shared_memory(v_d.dtype, [STAGES * SLOTS, 1, 64, D], v_d.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    handover = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    # The ring of 64-key pieces: for each stage and row block K full, K empty, V full, V empty.
+    ring = gl.allocate_shared_memory(gl.int64, [RING * 8 + 4, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(handover, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    mbarrier.init(v_empty.index(STAGES), count=2)
+    for i in gl.static_range(RING * 8 + 4):
+        mbarrier.init(ring.index(i), count=1)
+    fence_async_shared()  # the copy engine must see the barriers before the first load names one
+    gl.warp_specialize([
+        (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, lse_ptr,
+                     windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0,
+                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1,
+                     listed0, listed1, size, scale, 0, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+        (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, lse_ptr,
+                     windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0,
+                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1,
+                     listed0, listed1, size, scale, 1, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+        (_producer, (q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring,
+                     handover, windows_ptr, bands_ptr, blocks0_ptr, blocks1_ptr, head, kv_head, p0, first, start,
+                     windows, bands, columns, tile_blocks, halves0, halves1, size, D, STAGES, SLOTS, RING,
+                     HALF_BLOCKS, OVERLAPS)),
+    ], [4, 1], [240, 24])
