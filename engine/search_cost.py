@@ -2,8 +2,8 @@
 
 A layer takes `layer + sum over heads of fixed[family] + keys[family] * tokens + tile[family] * tiles`, where a tile
 is 64 x 128 cells that the kernel touches. Dense layers that the model keeps to itself have their own line. All
-coefficients are at least 0; the fit is by least squares of the relative error, once more without outliers, since
-other programs disturb single timings. The model is a file of its own: times are a machine's, budgets are not.
+coefficients are at least 0; the fit is by least squares of the relative error, without outliers, since other
+programs disturb single timings. The model is a file of its own: times are a machine's, budgets are not.
 """
 
 from __future__ import annotations
@@ -136,10 +136,19 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
     several = len({result.tokens for result in results}) > 1
     table = np.array([_features(sample, several) for sample in timed])
     ms = np.array([sample.ms for sample in timed])
-    found = _relative_fit(table, ms)
-    error = table @ found / ms - 1
-    keep = np.abs(error - np.median(error)) <= max(0.05, 4 * float(np.median(np.abs(error - np.median(error)))))
-    found = _relative_fit(table[keep], ms[keep])
+    # Other programs make single timings slow, never fast: start from the medians of like samples, then keep what
+    # lies near the model and fit again, with errors relative to what the model says.
+    found = _relative_fit(*_medians(table, ms, [(sample.patterns, sample.tokens) for sample in timed]))
+    keep = np.ones(len(ms), dtype=bool)
+    for turn in range(8):
+        expected = np.maximum(table @ found, 1e-9)
+        error = ms / expected - 1
+        spread = float(np.median(np.abs(error)))
+        kept = np.abs(error) <= max(0.1, 2.5 * spread)
+        if kept.sum() < max(table.shape[1], len(ms) // 2) or (turn and (kept == keep).all()):
+            break
+        keep = kept
+        found = _relative_fit(table[keep], ms[keep], expected[keep])
     left = np.abs(table[keep] @ found / ms[keep] - 1)
     quality = Fit(
         len(timed), int((~keep).sum()), float(np.median(left)), float(np.quantile(left, 0.9)),
@@ -164,8 +173,19 @@ def _features(sample: Sample, several: bool) -> list[float]:
     return row
 
 
-def _relative_fit(table: np.ndarray, ms: np.ndarray) -> np.ndarray:
-    return nonnegative_least_squares(table / ms[:, None], np.ones(len(ms)))
+def _relative_fit(table: np.ndarray, ms: np.ndarray, expected: np.ndarray | None = None) -> np.ndarray:
+    """The coefficients with the least squared error relative to `expected` (or to the timings themselves)."""
+    unit = ms if expected is None else expected
+    return nonnegative_least_squares(table / unit[:, None], ms / unit)
+
+
+def _medians(table: np.ndarray, ms: np.ndarray, groups: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """One row per group: its mean features and its median time."""
+    members: dict[Any, list[int]] = {}
+    for at, group in enumerate(groups):
+        members.setdefault(group, []).append(at)
+    rows = [(table[at].mean(0), float(np.median(ms[at]))) for at in members.values()]
+    return np.array([row for row, _ in rows]), np.array([time for _, time in rows])
 
 
 def _dense_fit(results: Sequence[PromptResult]) -> tuple[float, float]:

@@ -98,17 +98,17 @@ class Grid:
 
 
 def default_grid() -> Grid:
-    """Sixteen candidates beside dense, from about 5 % to 60 % of the causal cells."""
+    """Eighteen candidates beside dense, from about 5 % to 80 % of the causal cells."""
     shapes = [AShape(4, Fraction(1 / part, least=16)) for part in (32, 16, 8, 4, 2)]
     lines: list[Pattern] = [
         VerticalSlash(Fraction(1 / column, least=8), sink=4, windows=Fraction(1 / window))
-        for column, window in ((64, 2048), (16, 2048), (32, 1024), (8, 1024), (16, 512), (4, 512))
+        for column, window in ((64, 2048), (16, 2048), (32, 1024), (8, 1024), (16, 512), (4, 512), (4, 256))
     ]
     lines += [
         VerticalSlash(Fraction(1 / column, least=8), Fraction(1 / slash, least=16), sink=4, local=16)
         for column, slash in ((32, 32), (8, 16))
     ]
-    blocks = [BlockSparse(Fraction(1 / part, least=2)) for part in (16, 8, 4)]
+    blocks = [BlockSparse(Fraction(1 / part, least=2)) for part in (16, 8, 4, 2)]
     return Grid((*shapes, *lines, *blocks))
 
 

@@ -48,7 +48,7 @@ def _vertical_slash(generator: torch.Generator, length: int) -> tuple[torch.Tens
     for distance, amplitude in zip(DISTANCES, torch.linalg.solve(overlap, torch.full((3,), 30.0)), strict=True):
         q[:, :FLAG] += _waves(place - distance, lags) * amplitude
     q[:, FLAG] = 1.0
-    k[list(column for column in COLUMNS if column < length), FLAG] = 26.0
+    k[[column for column in COLUMNS if column < length], FLAG] = 26.0
     return q, k
 
 
