@@ -283,8 +283,7 @@ def make_plan(layout: Layout) -> Plan:
     edge = torch.empty(count, edge_cap, 4, dtype=torch.int32, device=device)
     sizes = torch.empty(count, 2, dtype=torch.int32, device=device)
     counts = torch.empty(count, blocks, 4, dtype=torch.int32, device=device)
-    cover_size = COVER_SHIFT + layout.kv_len + BOX_COLUMNS if overlaps(layout) else 0
-    cover = torch.empty(count, cover_size, dtype=torch.uint8, device=device)
+    cover = make_cover(layout) if overlaps(layout) else torch.empty(count, 0, dtype=torch.uint8, device=device)
     _boxes_kernel[(count,)](
         layout.windows, layout.window_count, layout.bands, layout.band_count, lengths(layout), full, edge, sizes,
         windows_cap, bands_cap, full_cap, edge_cap, TILE=layout.tile, num_warps=4,
@@ -294,13 +293,20 @@ def make_plan(layout: Layout) -> Plan:
         full_cap, edge_cap, columns_cap, blocks, steps_for(full_cap), steps_for(edge_cap), steps_for(columns_cap),
         TILE=layout.tile, num_warps=2,
     )  # fmt: skip
-    if cover_size:
-        _cover_kernel[(-(-cover_size // 1024), count)](
-            layout.windows, layout.window_count, layout.bands, layout.band_count, layout.columns,
-            layout.column_count, cover, windows_cap, bands_cap, columns_cap, cover_size, steps_for(windows_cap),
-            steps_for(bands_cap), steps_for(columns_cap), TILE=layout.tile, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
     return Plan(full=full, edge=edge, counts=counts, cover=cover)
+
+
+def make_cover(layout: Layout) -> torch.Tensor:
+    """uint8 [N, 64 + T + 128]: the table `cover`, also where nothing overlaps."""
+    count, size = layout.windows.shape[0], COVER_SHIFT + layout.kv_len + BOX_COLUMNS
+    windows_cap, bands_cap, columns_cap = layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1]
+    cover = torch.empty(count, size, dtype=torch.uint8, device=layout.device)
+    _cover_kernel[(-(-size // 1024), count)](
+        layout.windows, layout.window_count, layout.bands, layout.band_count, layout.columns,
+        layout.column_count, cover, windows_cap, bands_cap, columns_cap, size, steps_for(windows_cap),
+        steps_for(bands_cap), steps_for(columns_cap), TILE=layout.tile, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return cover
 
 
 def compact(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,13 +7,14 @@ pytest on itself in a process of its own.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from headscope.kernels import membership, reference
+from headscope.kernels import membership, reference, torch_mass
 from tests import triton_cases
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -104,3 +105,42 @@ def test_attention_keep_bits(seed: int) -> None:
                 by_block = int(plan.edge[head, 0, 0]) == 64 and layout.tile == 128 and layout.band_count[head] == 0
                 if by_block and layout.window_count[head] > 0:
                     assert bool(left.all()) == bool(left.any()) == bool(bit), (case.name, head, block, column)
+
+
+@inside
+@pytest.mark.parametrize("seed", range(16))
+def test_mass_maps(seed: int) -> None:
+    """Pooled maps of everything and of a layout, and cell counts, for random crops and pools."""
+    from headscope.kernels import triton_mass
+
+    case = triton_cases.random_case(4000 + seed, lengths=(1, 63, 65, 130, 200), tiles=(128, 1))
+    rng = random.Random(seed)
+    _, lse = reference.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
+    length = case.layout.kv_len
+    rows, cols = _span(rng, length), _span(rng, length)
+    shape = (rng.randrange(1, rows[1] - rows[0] + 1), rng.randrange(1, cols[1] - cols[0] + 1))
+    arguments = (case.q, case.k, lse.float(), case.scale, case.layout.starts, rows, cols, shape)
+    for layout in (None, case.layout):
+        found = triton_mass.pooled(*arguments, layout)
+        expected = torch_mass.pooled(*arguments, layout)
+        assert torch.allclose(found, expected, atol=2e-4, rtol=2e-4), (case.name, rows, cols, shape)
+    cells = triton_mass.coverage(case.layout, rows, cols, shape)
+    assert torch.equal(cells, torch_mass.coverage(case.layout, rows, cols, shape)), (case.name, rows, cols, shape)
+
+
+@inside
+@pytest.mark.parametrize("seed", range(16))
+def test_mass_sums(seed: int) -> None:
+    from headscope.kernels import triton_mass
+
+    case = triton_cases.random_case(5000 + seed, lengths=(1, 2, 63, 64, 65, 130, 200, 333))
+    _, lse = reference.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
+    found = triton_mass.sums(case.q, case.k, lse.float(), case.scale, case.layout.starts)
+    expected = torch_mass.sums(case.q, case.k, lse.float(), case.scale, case.layout.starts)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-4, rtol=2e-4), case.name
+
+
+def _span(rng: random.Random, length: int) -> tuple[int, int]:
+    low = rng.randrange(length)
+    return rng.choice(((0, length), (low, rng.randrange(low, length) + 1)))
