@@ -49,7 +49,10 @@ def lesson(n: int, sink: int, window: int) -> AShapeLesson:
     counts = index.requested_pairs()[0].tolist()
     classes = np.where(causal, 1, 0) + (whole & left) * 1 + (whole & near) * 2
     classes = np.where(left & near, 4, classes)
-    return AShapeLesson(n, sink, window, *counts[:3], int((left & near).sum()), counts[3], classes)
+    return AShapeLesson(
+        n, sink, window, cells=counts[0], sink_cells=counts[1], window_cells=counts[2], both=int((left & near).sum()),
+        dense_cells=counts[3], classes=classes,
+    )  # fmt: skip
 
 
 def growth(sink: int, window: int) -> tuple[list[int], list[int]]:
@@ -67,7 +70,7 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     """Classes of the picture."""
     return figures.kinds(
         theme,
-        Kind("sink", theme.patterns["a-shape"], "▮"),
+        Kind("sink", theme.patterns["a-shape"], "┃"),
         Kind("window", theme.accent, "╲"),
         Kind("in both: counted once", theme.missed, "●"),
     )
@@ -87,14 +90,14 @@ def draw_growth(sink: int, window: int, sparse: list[int], dense: list[int], the
         (f"a-shape {sink}/{window}", sparse, theme.patterns["a-shape"], "triangle-up", "solid"),
     ):
         figure.add_scatter(
-            x=list(LENGTHS), y=values, name=name, mode="lines+markers", line={"color": colour, "width": 2, "dash": dash},
-            marker={"symbol": mark, "size": 8}, hovertemplate="n = %{x:,}: %{y:,} cells<extra>" + name + "</extra>",
+            x=list(LENGTHS), y=values, name=name, mode="lines+markers",
+            line={"color": colour, "width": 2, "dash": dash}, marker={"symbol": mark, "size": 8},
+            hovertemplate="n = %{x:,}: %{y:,} cells<extra>" + name + "</extra>",
         )  # fmt: skip
     charts.layout(figure, theme, "Cells as the prompt grows", 280)
     figures.plain(figure, theme, ("positions n", "cells"))
     figure.update_xaxes(type="log", tickvals=LENGTHS[::2], tickformat=",")
     figure.update_yaxes(type="log", dtick=1, tickformat="~s")
-    figure.update_layout(legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
     return figure
 
 
@@ -108,7 +111,8 @@ def show(theme: Theme) -> None:
             "diagonal, the two strokes of an A. Nothing has to be searched: the cells follow from the position."
         )
         parts.formula(
-            r"\mathcal N_A(i)=\{0,\dots,\min(g-1,i)\}\cup\{\max(0,i-w+1),\dots,i\},\qquad E_A=\sum_i|\mathcal N_A(i)|",
+            r"\begin{aligned}\mathcal N_A(i)=\;&\{0,\dots,\min(g-1,i)\}\\ \cup\;&\{\max(0,i-w+1),\dots,i\}\\ "
+            r"E_A=\;&\textstyle\sum_i|\mathcal N_A(i)|\end{aligned}",
             "eq. 3 and 4", "g is the sink, w the window, E the cells.",
         )  # fmt: skip
         n = parts.slider("Positions n", 4, 64, 8, "ashape-n")

@@ -99,10 +99,11 @@ def lesson(block: int, k: int, needle: float) -> BlockLesson:
     exact = mass.pooled_map(one.q, one.k, dense, scale=one.scale, shape=(side, side))[0, 0].numpy() / block
     kept = mass.coverage_map(index, shape=(side, side))[0, 0].numpy() > 0
     best = _heaviest(exact, kept)
+    heaviest = Fixed(blocks=tuple((int(u), int(v)) for u, v in np.argwhere(best)), block_size=block)
     return BlockLesson(
         block, k, pooled_softmax(one, block), exact, kept, best,
-        captured=_captured(one, index.patterns[0]),
-        captured_best=_captured(one, Fixed(blocks=tuple((int(u), int(v)) for u, v in np.argwhere(best)), block_size=block)),
+        captured=_captured(one, BlockSparse(k, block)),
+        captured_best=_captured(one, heaviest),
         cells=int(index.requested_pairs()), causal=int(index.causal_pairs()),
     )  # fmt: skip
 
@@ -147,10 +148,10 @@ def draw_drawing(found: Drawing, theme: Theme) -> go.Figure:
     return figures.cells(found.classes, names(theme), theme, title, height=400)
 
 
-def draw_blocks(values: np.ndarray, marked: np.ndarray, title: str, top: float, theme: Theme) -> go.Figure:
+def draw_blocks(values: np.ndarray, marked: np.ndarray, title: str, top: float, theme: Theme, scale: bool) -> go.Figure:
     """Shares per block, the chosen ones ringed."""
-    return figures.weights(values, theme, title, outlined=marked, top=top, height=340, unit="of the query block",
-                           axes=("key block v", "query block u"))  # fmt: skip
+    return figures.weights(values, theme, title, outlined=marked, top=top, height=330, unit="of the query block",
+                           scale=scale, axes=("key block v", "query block u"))  # fmt: skip
 
 
 def draw_captured(found: BlockLesson, theme: Theme) -> go.Figure:
@@ -173,29 +174,31 @@ def show(theme: Theme) -> None:
             "only its causal half counts."
         )
         parts.formula(
-            r"J_u=\operatorname{TopK}_{v\le u}(r_{uv},\,k_b),\qquad r_{uv}=\tfrac{1}{\sqrt{d_h}}\,\bar q_u^{\top}\bar k_v",
+            r"\begin{aligned}J_u&=\operatorname{TopK}_{v\le u}(r_{uv},\,k_b)\\ "
+            r"r_{uv}&=\tfrac{1}{\sqrt{d_h}}\,\bar q_u^{\top}\bar k_v\end{aligned}",
             "eq. 6", "The score r compares the mean query of block u with the mean key of block v.",
         )  # fmt: skip
     drawn = drawing()
+    with left:
+        parts.numbers(
+            ("cells read", str(drawn.cells), "As many as the article's drawing of eight positions keeps"),
+            ("of", str(drawn.causal), "All causal cells"),
+            ("masked", str(drawn.masked), "Loaded with their block, but ahead of their row"),
+        )
     with right:
         parts.legend(names(theme))
         parts.picture(
             draw_drawing(drawn, theme), "blocks-drawing", f"Six blocks of eight positions: {drawn.cells} cells.",
             lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in drawn.classes.tolist()]),
         )  # fmt: skip
-    parts.numbers(
-        ("cells in the drawing", str(drawn.cells), "As many as the article's drawing of eight positions keeps"),
-        ("of", str(drawn.causal), "All causal cells"),
-        ("loaded, then masked", str(drawn.masked), "They lie ahead of their row"),
-    )
     st.markdown("#### Which blocks? A score for 1/b² of the price, and what it overlooks")
     _online(theme)
     one_block = drawing(((0, 0), (1, 1)), 4)
     parts.check(
         "blocks", "Eight positions, blocks of 4, and every query block keeps only its own. How many cells are read?",
         f"{one_block.cells} cells.",
-        f"Two diagonal blocks, each with 4 · 5 / 2 cells. The six small blocks above come to {drawn.cells} as well: the "
-        "same count says nothing about which keys are reached.",
+        f"Two diagonal blocks, each with 4 · 5 / 2 cells. The six small blocks above come to {drawn.cells} as well: "
+        "the same count says nothing about which keys are reached.",
         value=one_block.cells, unit="cells",
     )  # fmt: skip
 
@@ -204,9 +207,9 @@ def _online(theme: Theme) -> None:
     left, right = st.columns([2, 3], gap="large")
     with left:
         st.markdown(
-            f"This head has {N} rows with topics in blocks. Its last rows also need **one single key**, number {NEEDLE}, "
-            "whose neighbours they dislike. Averaging the block first drowns that key in its neighbours; the softmax "
-            "would have let it win. Pooling and multiplying can change places, softmax and pooling cannot."
+            f"This head has {N} rows with topics in blocks. Its last rows also need **one single key**, number "
+            f"{NEEDLE}, whose neighbours they dislike. Averaging the block first drowns that key in its neighbours; the "
+            "softmax would have let it win. Pooling and multiplying can change places, softmax and pooling cannot."
         )
         block = int(parts.choice("Block size b", ["8", "4", "16"], "blocks-size"))
         k = parts.slider("Key blocks kept per query block, k", 1, 6, 2, "blocks-k")
@@ -229,13 +232,14 @@ def _online(theme: Theme) -> None:
         first, second = st.columns(2, gap="small")
         with first:
             parts.picture(
-                draw_blocks(found.before, found.chosen, "Pooled, then softmax", top, theme), "blocks-before",
+                draw_blocks(found.before, found.chosen, "Pooled, then softmax", top, theme, False), "blocks-before",
                 "Softmax of pooled scores; rings are the chosen blocks.",
                 lambda: parts.grid_frame(softmax_of_pooled=found.before.tolist(), chosen=found.chosen.tolist()),
             )  # fmt: skip
         with second:
             parts.picture(
-                draw_blocks(found.after, found.best, "Softmax, then pooled: the truth", top, theme), "blocks-after",
+                draw_blocks(found.after, found.best, "Softmax, then pooled: the truth", top, theme, True),
+                "blocks-after",
                 "Exact attention mass per block; rings are the heaviest blocks.",
                 lambda: parts.grid_frame(exact_mass=found.after.tolist(), heaviest=found.best.tolist()),
             )  # fmt: skip

@@ -92,8 +92,8 @@ def show(theme: Theme) -> None:
             "blank half of the picture."
         )
         parts.formula(
-            r"s_{ij}=\frac{q_i^{\top}k_j}{\sqrt{d_h}}\;(j\le i),\qquad "
-            r"o_i=\sum_{j\le i}\frac{e^{s_{ij}}}{\sum_{t\le i}e^{s_{it}}}\,v_j",
+            r"\begin{aligned}s_{ij}&=\frac{q_i^{\top}k_j}{\sqrt{d_h}}\quad(j\le i)\\[4pt] "
+            r"o_i&=\sum_{j\le i}\frac{e^{s_{ij}}}{\sum_{t\le i}e^{s_{it}}}\,v_j\end{aligned}",
             "eq. 1 and 2",
         )
         n = parts.slider("Positions n", 4, 64, 12, "dense-n")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from headscope.engine import Dense, Estimator, VerticalSlash, build_index, dense_attention, mass, sparse_attention
+from headscope.engine.index import Index
 from headscope.kernels import reference, torch_index
 from headscope.studio.lessons import dense, toy
 
@@ -20,7 +21,7 @@ EARLY_SCORE = 4.0
 
 N, EARLY_ROW, EARLY_KEY = 8, 5, 3
 LONG = 48
-STRONG = 0.1
+STRONG = 0.35
 """A cell that holds at least this share of its row is one that should not be lost."""
 
 
@@ -127,22 +128,18 @@ def proxy_scores(one: toy.Head, rows: Sequence[int], keys: int) -> np.ndarray:
 
 
 def _statistics(
-    one: toy.Head, rows: list[int], index: object, estimator: Estimator
+    one: toy.Head, rows: list[int], index: Index, estimator: Estimator
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     at = torch.tensor(rows)
     weight = torch_index.row_statistic(one.q[0][:, at], one.k[0], at, one.scale, estimator.statistic)
     column_scores = weight.sum(1) if estimator.columns == "sum" else weight.amax(1)
-    columns = _listed(index, "columns")
+    columns = tuple(index.requested.columns[0, : int(index.requested.column_count[0])].tolist())
     if estimator.overlap == "removed":
         weight = weight.index_fill(2, torch.tensor(columns, dtype=torch.long), 0.0)
     distance_scores = torch_index.distance_sums(weight, at, estimator.slashes)
     return column_scores[0].numpy(), distance_scores[0].numpy(), columns
 
 
-def _listed(index: object, name: str) -> tuple[int, ...]:
-    layout = index.requested  # type: ignore[attr-defined]
-    return tuple(getattr(layout, name)[0, : int(getattr(layout, f"{name[:-1]}_count")[0])].tolist())
-
-
-def _distances(index: object) -> tuple[int, ...]:
-    return tuple(d for low, high in _listed(index, "bands") for d in range(low, high + 1))  # type: ignore[misc]
+def _distances(index: Index) -> tuple[int, ...]:
+    bands = index.requested.bands[0, : int(index.requested.band_count[0])].tolist()
+    return tuple(distance for low, high in bands for distance in range(low, high + 1))

@@ -13,6 +13,7 @@ from headscope.studio.lessons import estimator as maths
 from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.estimator import EARLY_KEY, EARLY_ROW, EARLY_SCORE, EstimatorLesson
 from headscope.studio.lessons.figures import Kind
+from headscope.studio.lessons.toy import Head
 from headscope.studio.theme import Theme
 from headscope.studio.words import percent
 
@@ -22,8 +23,8 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     return figures.kinds(
         theme,
         Kind("read", theme.mass[2] if theme.name == "light" else theme.mass[3]),
-        Kind(f"read, holds {percent(maths.STRONG)} of its row or more", theme.accent, "●"),
-        Kind(f"lost, though it holds {percent(maths.STRONG)} or more", theme.missed, "×"),
+        Kind(f"read, holds {maths.STRONG:.0%} of its row or more", theme.accent, "●"),
+        Kind(f"lost, though it holds {maths.STRONG:.0%} or more", theme.missed, "×"),
     )
 
 
@@ -41,11 +42,11 @@ def draw_cells(found: EstimatorLesson, theme: Theme) -> go.Figure:
 
 
 def draw_captured(found: EstimatorLesson, theme: Theme) -> go.Figure:
-    """Captured mass of every row, sampled rows striped out."""
+    """Captured mass of every row; rows that were not sampled are striped."""
     sampled = [row in found.sampled for row in range(found.n)]
     figure = figures.bars(
         found.captured.tolist(), theme, "Captured mass of every row", axes=("query row", "captured"), on=sampled,
-        on_name="sampled row", off_name="row that nobody looked at", top=1.03, height=260,
+        on_name="sampled row", off_name="row that nobody looked at", off_colour=theme.mass[3], top=1.03, height=260,
     )  # fmt: skip
     return figure
 
@@ -60,13 +61,13 @@ def draw_scores(found: EstimatorLesson, theme: Theme) -> go.Figure:
         figure.add_scatter(
             x=list(range(found.n)), y=scores, mode="markers+lines", name=f"{name}s (filled: chosen)",
             line={"color": colour, "width": 1, "dash": "solid" if name == "column" else "dot"},
-            marker={"size": [11 if at in chosen else 6 for at in range(found.n)], "line": {"width": 1.5, "color": colour},
+            marker={"size": [11 if at in chosen else 6 for at in range(found.n)],
+                    "line": {"width": 1.5, "color": colour},
                     "symbol": [symbol if at in chosen else f"{symbol}-open" for at in range(found.n)], "color": colour},
             hovertemplate=f"{name} %{{x}}: %{{y:.3f}}<extra></extra>",
         )  # fmt: skip
     charts.layout(figure, theme, "What the sampled rows say", 270)
     figures.plain(figure, theme, ("column or distance", "statistic"))
-    figure.update_layout(legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
     return figure
 
 
@@ -80,17 +81,18 @@ def show(theme: Theme) -> None:
             "does the same. What only other rows read, it cannot see."
         )
         parts.formula(
-            r"P=\begin{bmatrix}2.0&0.5&0.2&0.1\\1.8&0.4&0.3&0.2\end{bmatrix}\qquad "
-            r"c_j=\sum_{i\in Q_s}\tilde A_{ij},\quad r_\delta=\sum_{i\in Q_s}\tilde A_{i,i-\delta}",
-            "eq. 12 and section 6.2", "P: scores of the last two rows at four keys. c and r: sums per column and distance.",
+            r"\begin{gathered}P=\begin{bmatrix}2.0&0.5&0.2&0.1\\1.8&0.4&0.3&0.2\end{bmatrix}\\[4pt] "
+            r"c_j=\sum_{i\in Q_s}\tilde A_{ij},\quad r_\delta=\sum_{i\in Q_s}\tilde A_{i,i-\delta}\end{gathered}",
+            "eq. 12 and section 6.2",
+            "P: scores of the last two rows at four keys. c and r: sums per column and distance.",
         )  # fmt: skip
-        short = parts.choice("Prompt", ["eight rows", "two chapters"], "est-prompt",
-                             help="Eq. 12, or 48 rows whose first and second half read different keys") == "eight rows"  # fmt: skip
+        words = "Eq. 12, or 48 rows whose first and second half read different keys"
+        short = parts.choice("Prompt", ["eight rows", "two chapters"], "est-prompt", help=words) == "eight rows"
         one = maths.article_head() if short else maths.long_head()
         vertical, slash, settings = _controls(short)
     found = maths.lesson(one, vertical, slash, settings)
     with right:
-        parts.legend(names(theme)[1:])
+        parts.legend(names(theme))
         parts.picture(
             draw_cells(found, theme), "est-cells",
             f"Columns {found.columns} and distances {found.distances} are kept; {found.lost} strong cells are lost.",
@@ -121,7 +123,7 @@ def _controls(short: bool) -> tuple[int, int, Estimator]:
         where = parts.choice("Which rows", ["tail", "spread", "half"], f"{prefix}-where",
                              help="The last ones, evenly spread ones, or half of each")  # fmt: skip
         columns = parts.choice("Columns by", ["sum", "max"], f"{prefix}-columns",
-                               help="A sum likes what many rows read a little; a maximum keeps one strong cell")  # fmt: skip
+                               help="A sum likes what many rows read; a maximum keeps one strong cell")  # fmt: skip
         slashes = parts.choice("Distances by", ["sum", "mean", "shrunk"], f"{prefix}-slashes",
                                help="A mean is fooled by long distances, which few sampled rows can have")  # fmt: skip
         overlap = parts.choice("Columns already kept", ["keep", "removed"], f"{prefix}-overlap",
@@ -147,8 +149,8 @@ def _numbers(found: EstimatorLesson) -> None:
     )
 
 
-def _article(one: object, found: EstimatorLesson) -> None:
-    scores = maths.proxy_scores(one, [6, 7], 4)  # type: ignore[arg-type]
+def _article(one: Head, found: EstimatorLesson) -> None:
+    scores = maths.proxy_scores(one, [6, 7], 4)
     highest = ", ".join(f"{value:.1f}" for value in scores.max(0))
     seen = EARLY_ROW in found.sampled
     kept = found.classes[EARLY_ROW, EARLY_KEY] == 3
@@ -163,12 +165,13 @@ def _article(one: object, found: EstimatorLesson) -> None:
         f"{EARLY_ROW - EARLY_KEY} back. It is {'among' if seen else 'not among'} the sampled rows; {verdict}"
     )
     st.caption(
-        f"The article calls the early row q3. Here it stands at {EARLY_ROW}: at 3 the cell would lie on distance 0, which "
-        "is always kept, and nothing would be lost. The engine adds up probabilities, not raw scores; the order is the same."
+        f"The article calls the early row q3. Here it stands at {EARLY_ROW}: at 3 the cell would lie on distance 0, "
+        "which is always kept, and nothing would be lost. The engine adds up probabilities, not raw scores; the order "
+        "is the same."
     )
 
 
-def _compare(one: object, vertical: int, slash: int, settings: Estimator, theme: Theme) -> None:
+def _compare(one: Head, vertical: int, slash: int, settings: Estimator, theme: Theme) -> None:
     st.markdown("#### The same budget, looked for in other places")
     left, right = st.columns([2, 3], gap="large")
     with left:
@@ -179,13 +182,13 @@ def _compare(one: object, vertical: int, slash: int, settings: Estimator, theme:
         table = [
             {"rows, columns by": name, "mean": percent(v.mean), "start": percent(v.thirds[0]),
              "middle": percent(v.thirds[1]), "end": percent(v.thirds[2]), "columns": _set(v.columns)}
-            for name, v in maths.variants(one, vertical, slash, settings)  # type: ignore[arg-type]
+            for name, v in maths.variants(one, vertical, slash, settings)
         ]  # fmt: skip
         st.dataframe(pl.DataFrame(table), hide_index=True, width="stretch")
     with right:
         counts = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48]
         tail, spread = (
-            [v.mean for v in maths.by_rows(one, vertical, slash, _at(settings, where), counts)]  # type: ignore[arg-type]
+            [v.mean for v in maths.by_rows(one, vertical, slash, _at(settings, where), counts)]
             for where in ("tail", "spread")
         )
         parts.picture(
@@ -211,8 +214,8 @@ def _question() -> None:
     )
     after = maths.lesson(one, 1, 1, Estimator(caught))
     parts.check(
-        "estimator", f"Eight rows, one column, sampled from the end: how many rows does it take until key {EARLY_KEY} is "
-        "chosen? And who pays for it?",
+        "estimator", f"Eight rows, one column, sampled from the end: how many rows does it take until key {EARLY_KEY} "
+        "is chosen? And who pays for it?",
         f"{caught} rows.",
         f"Row {EARLY_ROW} is sampled from {maths.N - EARLY_ROW} rows on. But the budget is one column, so key 0 is now "
         f"dropped, and the last row captures {percent(float(after.captured[-1]))} instead of "

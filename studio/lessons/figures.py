@@ -45,15 +45,15 @@ def cells(
     """Query rows x key columns, one square a cell, coloured by class. `classes` int [n, n]; `row` gets a frame."""
     n = len(classes)
     figure = go.Figure()
-    _add_cells(figure, classes, names, theme, hover)
+    _add_cells(figure, classes, names, theme, hover, 13 if n <= 12 else 10)
     if row is not None:
-        figure.add_shape(**_frame(row, n, theme))
+        figure.add_shape(**_frame(row, row + 1, theme))
     _square(figure, n, theme, title, height)
     return figure
 
 
 def _add_cells(
-    figure: go.Figure, classes: np.ndarray, names: Sequence[Kind], theme: Theme, hover: bool, **place: int
+    figure: go.Figure, classes: np.ndarray, names: Sequence[Kind], theme: Theme, hover: bool, size: int, **place: int
 ) -> None:
     n, last = len(classes), len(names) - 1
     scale = [[edge / len(names), kind.colour] for at, kind in enumerate(names) for edge in (at, at + 1)]
@@ -69,7 +69,7 @@ def _add_cells(
         if kind.sign and n <= MARKED_UP_TO and len(at):
             signs = go.Scatter(
                 x=at[:, 1], y=at[:, 0], mode="text", text=[kind.sign] * len(at), hoverinfo="skip", showlegend=False,
-                textfont={"size": 13 if n <= 12 else 10, "color": theme.background},
+                textfont={"size": size, "color": theme.background},
             )  # fmt: skip
             figure.add_trace(signs, **place)
 
@@ -83,7 +83,7 @@ def cell_row(
     count = len(pictures)
     figure = make_subplots(rows=1, cols=count, subplot_titles=[name for name, _ in pictures], horizontal_spacing=0.05)
     for at, (_, classes) in enumerate(pictures, 1):
-        _add_cells(figure, classes, names, theme, True, row=1, col=at)
+        _add_cells(figure, classes, names, theme, True, 9, row=1, col=at)
         n = len(classes)
         figure.update_xaxes(range=[-0.5, n - 0.5], constrain="domain", row=1, col=at)
         figure.update_yaxes(range=[n - 0.5, -0.5], scaleanchor="x" if at == 1 else f"x{at}", constrain="domain",
@@ -97,8 +97,10 @@ def cell_row(
 
 
 def weights(
-    values: np.ndarray, theme: Theme, title: str, *, row: int | None = None, height: int = 460, top: float | None = None,
+    values: np.ndarray, theme: Theme, title: str, *, row: int | None = None, height: int = 460,
+    top: float | None = None,
     outlined: np.ndarray | None = None, unit: str = "of the row", axes: tuple[str, str] = ("key", "query row"),
+    scale: bool = True,
 ) -> go.Figure:  # fmt: skip
     """Shares as colour over rows x columns, blank where not causal; `outlined` (bool) marks cells with a dot."""
     n = len(values)
@@ -108,7 +110,10 @@ def weights(
         go.Heatmap(
             z=shown, zmin=0, zmax=max(high, 1e-6), colorscale=theme.mass_scale, xgap=1, ygap=1, hoverongaps=False,
             hovertemplate=f"{axes[1]} %{{y}}, {axes[0]} %{{x}}<br>%{{z:.1%}} {unit}<extra></extra>",
-            colorbar={"thickness": 9, "outlinewidth": 0, "tickformat": ".0%", "nticks": 5, "x": 1.01,
+            showscale=scale,
+            # In the blank half above the diagonal, where it costs the picture no room.
+            colorbar={"orientation": "h", "thickness": 9, "len": 0.42, "x": 1, "xanchor": "right", "y": 0.98,
+                      "yanchor": "top", "outlinewidth": 0, "tickformat": ".0%", "nticks": 4,
                       "tickfont": {"size": 12, "color": theme.faint}},
         )
     )  # fmt: skip
@@ -128,7 +133,8 @@ def weights(
 
 def bars(
     values: Sequence[float], theme: Theme, title: str, *, axes: tuple[str, str], names: Sequence[str] | None = None,
-    on: Sequence[bool] | None = None, on_name: str = "read", off_name: str = "left out", share: bool = True,
+    on: Sequence[bool] | None = None, on_name: str = "read", off_name: str = "left out",
+    off_colour: str | None = None, share: bool = True,
     height: int = 240, top: float | None = None,
 ) -> go.Figure:  # fmt: skip
     """One bar a key or row. With `on`, bars that are read are solid blue and the others striped orange."""
@@ -136,14 +142,13 @@ def bars(
     figure = go.Figure()
     groups = [(None, theme.accent, "", [True] * len(values))] if on is None else [
         (on_name, theme.accent, "", list(on)),
-        (off_name, theme.missed, "/", [not one for one in on]),
+        (off_name, off_colour or theme.missed, "/", [not one for one in on]),
     ]  # fmt: skip
     for name, colour, stripes, mine in groups:
         figure.add_bar(
             x=x, y=[value if kept else None for value, kept in zip(values, mine, strict=True)], name=name,
             showlegend=name is not None,
-            marker={"color": colour, "pattern": {"shape": stripes, "fgcolor": theme.background, "size": 6},
-                    "line": {"width": 0}},
+            marker={"color": colour, "pattern": stripe(stripes, theme), "line": {"width": 0}},
             hovertemplate=f"{axes[0]} %{{x}}: %{{y:.1%}}<extra></extra>" if share else
             f"{axes[0]} %{{x}}: %{{y:.3g}}<extra></extra>",
         )  # fmt: skip
@@ -152,7 +157,6 @@ def bars(
     figure.update_yaxes(
         tickformat=".0%" if share else None, rangemode="tozero", range=None if top is None else [0, top]
     )
-    figure.update_layout(legend={"y": -0.32, "font": {"size": 13, "color": theme.ink}})
     return figure
 
 
@@ -161,6 +165,21 @@ def plain(figure: go.Figure, theme: Theme, axes: tuple[str, str]) -> None:
     figure.update_xaxes(title=axes[0])
     figure.update_yaxes(title=axes[1], showgrid=True, gridcolor=theme.grid, nticks=6)
     figure.update_layout(font={"size": 13})
+    if any(trace.showlegend or (trace.showlegend is None and trace.name) for trace in figure.data):
+        keys_below(figure, theme)
+
+
+def keys_below(figure: go.Figure, theme: Theme, lines: int = 1) -> None:
+    """The legend at the very bottom, with room kept for it under the axis name."""
+    figure.update_layout(
+        margin={"b": 62 + 20 * lines},
+        legend={"yref": "container", "y": 0.0, "yanchor": "bottom", "font": {"size": 13, "color": theme.ink}},
+    )
+
+
+def stripe(shape: str, theme: Theme) -> dict[str, object]:
+    """A bar's hatching in the background's colour over its own, or none for an empty shape."""
+    return {"shape": shape, "fillmode": "overlay", "fgcolor": theme.background, "size": 6}
 
 
 def _frame(row: int, width: int, theme: Theme) -> dict[str, object]:
@@ -174,8 +193,8 @@ def _square(figure: go.Figure, n: int, theme: Theme, title: str, height: int) ->
     charts.layout(figure, theme, title, height)
     step = 1 if n <= 16 else 4 if n <= 32 else 8
     figure.update_layout(font={"size": 13}, clickmode="event+select")
-    figure.update_xaxes(title="key position", range=[-0.5, n - 0.5], dtick=step, constrain="domain",
-                        constraintoward="left", showline=False)  # fmt: skip
+    figure.update_xaxes(title="key position", range=[-0.5, n - 0.5], tickvals=list(range(0, n, step)),
+                        constrain="domain", constraintoward="left", showline=False)  # fmt: skip
     figure.update_yaxes(title="query position (row)", range=[n - 0.5, -0.5], dtick=step, scaleanchor="x",
                         constrain="domain", constraintoward="top", showline=False)  # fmt: skip
 
@@ -183,7 +202,7 @@ def _square(figure: go.Figure, n: int, theme: Theme, title: str, height: int) ->
 def lines(
     series: Sequence[tuple[str, Sequence[float] | np.ndarray, str, str]], theme: Theme, title: str, *,
     axes: tuple[str, str], x: Sequence[float] | None = None, share: bool = True, height: int = 270,
-    marks: bool = False, top: float | None = None,
+    marks: bool = False, top: float | None = None, log: bool = False,
 ) -> go.Figure:  # fmt: skip
     """Lines over rows (or `x`): name, values, colour, and plotly's dash, so that colour is not the only sign."""
     figure = go.Figure()
@@ -195,7 +214,8 @@ def lines(
         )  # fmt: skip
     charts.layout(figure, theme, title, height, showlegend=len(series) > 1)
     plain(figure, theme, axes)
+    if log and x is not None:
+        figure.update_xaxes(type="log", tickvals=list(x))
     high = top if top is not None else 1.03 if share else None
     figure.update_yaxes(tickformat=".0%" if share else None, range=None if high is None else [0, high])
-    figure.update_layout(legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
     return figure

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def choose(found: dict[str, dict[tuple[int, int], dict[str, Trial]]]) -> dict[st
         chosen[kind] = heads[0]
         for limit in GOOD:
             clear = [place for place in heads if missed(place, kind) <= limit] or heads
-            chosen[kind] = max(clear, key=lambda place, kind=kind: lead(place, kind))
+            chosen[kind] = max(clear, key=partial(lead, kind=kind))
             if lead(chosen[kind], kind) > 0:
                 break
     chosen["dense"] = max(heads, key=lambda place: min(missed(place, kind) for kind in FAMILIES))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import plotly.graph_objects as go
@@ -41,7 +42,11 @@ class MissedLesson:
 
 def head(sharpness: float, peak: int) -> toy.Head:
     """Random scores, the recent keys and the key `peak` liked more than the others; `sharpness` multiplies them all."""
-    return toy.make(N, distances={0: 1.0, 1: 0.7}, spots=[(range(N), [peak], 2.6)], noise=0.6, sharpness=sharpness, seed=2)
+    one = toy.make(
+        N, distances={0: 1.0, 1: 0.7}, spots=[(range(N), [peak], 2.6)], noise=0.6, sharpness=sharpness, seed=2
+    )
+    # Values with a common part, as real ones have; without it a flat row's output is nearly 0 and any error huge.
+    return replace(one, v=one.v + 1.0)
 
 
 def lesson(sharpness: float, peak: int, window: int) -> MissedLesson:
@@ -75,7 +80,8 @@ def draw_curve(curve: list[MissedLesson], sharpness: float, theme: Theme) -> go.
     figure = figures.lines(
         [("captured mass", [one.captured for one in curve], theme.accent, "solid"),
          ("output error (relative L2)", [one.error for one in curve], theme.missed, "dash")],
-        theme, "Same cells, other sharpness: the last row", axes=("scores times", "share"), x=list(SHARPNESS), height=300,
+        theme, "Same cells, other sharpness: the last row", axes=("scores times", "share"),
+        x=list(SHARPNESS), height=300,
         top=max(1.03, max(one.error for one in curve) * 1.05),
     )  # fmt: skip
     figure.add_vline(x=sharpness, line={"color": theme.ink, "width": 1.5, "dash": "dot"})
@@ -87,15 +93,15 @@ def show(theme: Theme) -> None:
     left, right = st.columns([2, 3], gap="large")
     with left:
         st.markdown(
-            "How much did a row lose by not reading everything? The dense softmax divides by the sum over all keys, the "
-            "sparse one by the sum over its own. Their **quotient** is exactly the dense probability that the kept cells "
-            "hold: the captured mass. A kernel returns the logarithm of its sum, the LSE, anyway, so this costs two "
-            "numbers a row, at any length, and no matrix."
+            "How much did a row lose by not reading everything? The dense softmax divides by the sum over all keys, "
+            "the sparse one by the sum over its own. Their **quotient** is exactly the dense probability that the kept "
+            "cells hold: the captured mass. A kernel returns the logarithm of its sum, the LSE, anyway, so this costs "
+            "two numbers a row, at any length, and no matrix."
         )
         parts.formula(
-            r"\text{captured}_i=\sum_{j\in\mathcal N(i)}\frac{e^{s_{ij}}}{\sum_{t\le i}e^{s_{it}}}="
-            r"e^{\,\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i},\qquad "
-            r"\text{missed}_i=-\mathrm{expm1}(\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i)",
+            r"\begin{aligned}\text{captured}_i&=\sum_{j\in\mathcal N(i)}\frac{e^{s_{ij}}}{\sum_{t\le i}e^{s_{it}}}\\ "
+            r"&=e^{\,\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i}\\ "
+            r"\text{missed}_i&=1-\text{captured}_i\end{aligned}",
             "eq. 2 and section 5.1",
         )  # fmt: skip
         peak = PLACES[parts.choice("The row's best key is", list(PLACES), "missed-peak")]
@@ -108,7 +114,7 @@ def show(theme: Theme) -> None:
             parts.picture(
                 draw_row(one, name, theme), f"missed-{key}",
                 f"{name} row: {percent(one.captured)} captured by {int(one.kept.sum())} of {N} cells.",
-                lambda one=one: pl.DataFrame({"key": list(range(N)), "weight": one.weights, "kept": one.kept}),
+                partial(_row_frame, one),
             )  # fmt: skip
     parts.numbers(
         ("sharp: LSE sparse", f"{sharp.lse_sparse:.4f}", ""),
@@ -126,16 +132,20 @@ def show(theme: Theme) -> None:
                               "output_error": [one.error for one in curve]}),
     )  # fmt: skip
     st.markdown(
-        "A **sharp** row lives from few keys: keep those, and nearly nothing is lost. A **flat** row spreads its weight "
-        "thin: the same budget drops many small weights, and their sum is not small. But sharpness is no promise: let "
-        "the best key lie where the pattern does not look, and the sharp row loses everything. That is why the studio "
+        "A **sharp** row lives from few keys: keep those, and nearly nothing is lost. A **flat** row spreads its "
+        "weight thin: the same budget drops many small weights, and their sum is not small. But sharpness is no "
+        "promise: let the best key lie where the pattern does not look, and the sharp row loses everything. That is why the studio "
         "shows the worst row beside the mean."
     )
     gone, stays = lesson(4.0, PLACES["key 12"], 4), lesson(0.25, PLACES["key 12"], 4)
     parts.check(
-        "missed", "The best key is number 12, which a sink of 1 and a window of 4 do not reach. Which row captures more "
-        "of its mass: the sharp one (scores times 4) or the flat one (times 0.25)?",
+        "missed", "The best key is number 12, which a sink of 1 and a window of 4 do not reach. Which row captures "
+        "more of its mass: the sharp one (scores times 4) or the flat one (times 0.25)?",
         f"The flat one: {percent(stays.captured)} against {percent(gone.captured)}.",
         "With the peak left out, the sharper the row, the less remains. Tell them apart before choosing a budget: by "
         "measuring, not by the look of the map.",
     )  # fmt: skip
+
+
+def _row_frame(found: MissedLesson) -> pl.DataFrame:
+    return pl.DataFrame({"key": list(range(N)), "weight": found.weights, "kept": found.kept})

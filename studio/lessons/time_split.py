@@ -106,11 +106,12 @@ def draw_bars(split: TimeSplit, theme: Theme) -> go.Figure:
     ):
         figure.add_bar(
             x=[dense, sparse], y=["dense", "sparse"], orientation="h", name=name,
-            marker={"color": colour, "pattern": {"shape": stripes, "fgcolor": theme.background, "size": 7}},
+            marker={"color": colour, "pattern": figures.stripe(stripes, theme)},
             hovertemplate=name + ": %{x:.2f} ms<extra>%{y}</extra>",
         )  # fmt: skip
     charts.layout(figure, theme, "One layer, in ms", 260, barmode="stack", bargap=0.35)
-    figure.update_layout(font={"size": 13}, legend={"y": -0.3, "font": {"size": 13, "color": theme.ink}})
+    figures.keys_below(figure, theme)
+    figure.update_layout(font={"size": 13}, legend={"traceorder": "normal"})
     figure.update_xaxes(title="time (ms)", showgrid=True, gridcolor=theme.grid)
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -132,13 +133,13 @@ def draw_ceiling(split: TimeSplit, theme: Theme) -> go.Figure:
     ):
         figure.add_scatter(
             x=[split.share], y=[value], mode="markers", name=name, hovertemplate=f"{name}: %{{y:.2f}}×<extra></extra>",
-            marker={"size": 13, "symbol": mark, "color": colour, "line": {"width": 2.5}},
+            marker={"size": 13, "symbol": mark, "color": colour, "line": {"width": 2.5, "color": colour}},
         )  # fmt: skip
     charts.layout(figure, theme, "What the rest of the layer allows", 360)
     figures.plain(figure, theme, ("attention's share f of the dense layer", "speed-up (×)"))
     figure.update_xaxes(tickformat=".0%", range=[0, 1])
     figure.update_yaxes(type="log", tickvals=[1, 2, 3, 5, 8, 12, 20], range=[-0.15, 1.4])
-    figure.update_layout(legend={"y": -0.22, "font": {"size": 13, "color": theme.ink}})
+    figures.keys_below(figure, theme, lines=2)
     return figure
 
 
@@ -152,8 +153,8 @@ def show(theme: Theme) -> None:
             "index. What counts is the layer before and after, all parts in."
         )
         parts.formula(
-            r"T=T_{\text{proj}}+T_{\text{index}}+T_{\text{sparse}}+T_{\text{other}},\qquad "
-            r"\text{speed-up}\le\frac{1}{1-f}",
+            r"\begin{gathered}T=T_{\text{proj}}+T_{\text{index}}+T_{\text{sparse}}+T_{\text{other}}\\[4pt] "
+            r"\text{speed-up}\le\frac{1}{1-f}\end{gathered}",
             "eq. 13 and section 5.2", "f is attention's share of the dense layer.",
         )  # fmt: skip
         split = TimeSplit(
@@ -168,7 +169,7 @@ def show(theme: Theme) -> None:
             ("dense layer", f"{split.dense_ms:.1f} ms", ""),
             ("sparse layer", f"{split.layer_ms:.1f} ms", "Index time in"),
             ("speed-up", f"{split.speedup:.2f}×", "Dense layer over sparse layer"),
-            ("attention kernel alone", f"{split.kernel_speedup:.1f}×", "Leaves out the index and the rest of the layer"),
+            ("kernel alone", f"{split.kernel_speedup:.1f}×", "Leaves out the index and the rest of the layer"),
             ("ceiling 1 / (1 − f)", f"{split.ceiling:.2f}×", f"f = {split.share:.2f}"),
         )
         parts.picture(
@@ -181,26 +182,30 @@ def show(theme: Theme) -> None:
             lambda: pl.DataFrame([{"share": split.share, "ceiling": split.ceiling, "speedup": split.speedup}]),
         )  # fmt: skip
         if split.speedup < 1:
-            st.warning("Slower than dense: the index costs more than the sparse attention saves. Short prompts are like this.")
+            st.warning(
+                "Slower than dense: the index costs more than the sparse attention saves. Short prompts are like this."
+            )
     st.caption(
-        f"At first: {EXAMPLE.dense_ms:.0f} ms of which {EXAMPLE.attention_ms:.0f} ms are attention. Sparse attention takes "
-        f"{EXAMPLE.sparse_ms:.0f} ms and its index {EXAMPLE.index_ms:.1f} ms: {EXAMPLE.speedup:.2f} times as fast, not "
-        f"{EXAMPLE.kernel_speedup:.0f} times."
+        f"At first: {EXAMPLE.dense_ms:.0f} ms of which {EXAMPLE.attention_ms:.0f} ms are attention. Sparse attention "
+        f"takes {EXAMPLE.sparse_ms:.0f} ms and its index {EXAMPLE.index_ms:.1f} ms: {EXAMPLE.speedup:.2f} times as fast, "
+        f"not {EXAMPLE.kernel_speedup:.0f} times."
     )
     _measured()
     parts.check(
-        "time", f"In the article's layer ({EXAMPLE.dense_ms:.0f} ms, attention {EXAMPLE.attention_ms:.0f} ms), make sparse "
-        "attention and index infinitely fast. How many times as fast does the layer get?",
+        "time", f"In the article's layer ({EXAMPLE.dense_ms:.0f} ms, attention {EXAMPLE.attention_ms:.0f} ms), make "
+        "sparse attention and index infinitely fast. How many times as fast does the layer get?",
         f"{EXAMPLE.ceiling:.0f} times.",
-        f"The other {EXAMPLE.dense_ms - EXAMPLE.attention_ms:.0f} ms stay. With longer prompts attention's share f grows, "
-        "and with it the ceiling.",
+        f"The other {EXAMPLE.dense_ms - EXAMPLE.attention_ms:.0f} ms stay. With longer prompts attention's share f "
+        "grows, and with it the ceiling.",
         value=EXAMPLE.ceiling, unit="times",
     )  # fmt: skip
 
 
 def _measured() -> None:
     st.markdown("#### On this machine")
-    st.markdown("The same split for attention of one small layer, measured: dense, index and kernel at several lengths.")
+    st.markdown(
+        "The same split for attention of one small layer, measured: dense, index and kernel at several lengths."
+    )
     if st.button("Measure 512, 1,024 and 2,048 tokens", key="time-measure", icon=":material/timer:"):
         st.session_state["time-measured"] = [measure(tokens) for tokens in (512, 1024, 2048)]
     found: list[Measured] | None = st.session_state.get("time-measured")

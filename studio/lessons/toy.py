@@ -57,7 +57,7 @@ def make(
 
 def by_hand(q: list[list[float]], k: list[list[float]], v: list[list[float]]) -> Head:
     """A head from written-out vectors, a row each."""
-    return Head(*(torch.tensor(rows)[None, None] for rows in (q, k, v)))
+    return Head(torch.tensor(q)[None, None], torch.tensor(k)[None, None], torch.tensor(v)[None, None])
 
 
 def _distances(n: int, strengths: Mapping[int, float]) -> tuple[torch.Tensor, torch.Tensor]:

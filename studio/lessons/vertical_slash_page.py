@@ -24,7 +24,7 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     """Classes of the picture."""
     return figures.kinds(
         theme,
-        Kind("column", theme.patterns["a-shape"], "▮"),
+        Kind("column", theme.patterns["a-shape"], "┃"),
         Kind("distance", theme.accent, "╲"),
         Kind("both: the same cell named twice", theme.missed, "2"),
     )
@@ -59,7 +59,7 @@ def _add_buttons(
     same = {"marker": {"opacity": 1}}
     figure.add_scatter(
         x=x, y=y, mode="markers+text", name=name, showlegend=False, hoverinfo="text",
-        text=[str(at) if what == "column" else f"−{at}" for at in range(N)],
+        text=[str(at) for at in range(N)],
         hovertext=[f"{what} {at}: click to {'drop' if kept else 'keep'}" for at, kept in enumerate(on)],
         textfont={"size": 13, "color": [theme.background if kept else theme.ink for kept in on]},
         marker={"symbol": "square" if what == "column" else "circle", "size": 27, "opacity": 1,
@@ -114,7 +114,8 @@ def show(theme: Theme) -> None:
             "columns and the circles beside it for distances, or use the buttons here."
         )
         parts.formula(
-            r"\mathcal N_{VS}(i)=\{j\in C,\;j\le i\}\cup\{i-\delta:\delta\in D,\;0\le i-\delta\le i\}", "eq. 5",
+            r"\begin{aligned}\mathcal N_{VS}(i)=\;&\{j\in C:\;j\le i\}\\ "
+            r"\cup\;&\{i-\delta:\delta\in D,\;0\le i-\delta\le i\}\end{aligned}", "eq. 5",
             "C are the columns, D the distances.",
         )  # fmt: skip
         columns = _several("Columns C", COLUMNS, "vslash-columns")
@@ -170,8 +171,9 @@ def _by_hand(found: VerticalSlashLesson, forget: bool) -> None:
         _wrong(found)
     elif (found.columns, found.distances, found.row) == (COLUMNS, DISTANCES, ROW):
         st.caption(
-            f"The article (eq. 9 to 11) gets {_tuple(found.right.rounded_output)}: it rounds the weights to three digits "
-            f"before it multiplies. Keys and values {_set(GIVEN)} are the article's, the other positions are ours."
+            f"The article (eq. 9 to 11) gets {_tuple(found.right.rounded_output)}: it rounds the weights to three "
+            f"digits before it multiplies. Keys and values {_set(GIVEN)} are the article's, the other positions are "
+            "ours."
         )
 
 
@@ -187,8 +189,8 @@ def _wrong(found: VerticalSlashLesson) -> None:
     fair = sum(w for w, j in zip(right.weights, right.keys, strict=True) if j in found.repeated)
     st.error(
         f"Wrong. Key {', '.join(map(str, found.repeated))} stands in both lists, so its exponential enters Z twice and "
-        f"its value is added twice: its weight is {share:.3f} instead of {fair:.3f}, and the output {_tuple(wrong.output)} "
-        f"instead of {_tuple(right.output)}."
+        f"its value is added twice: its weight is {share:.3f} instead of {fair:.3f}, and the output "
+        f"{_tuple(wrong.output)} instead of {_tuple(right.output)}."
     )
 
 
@@ -207,7 +209,7 @@ def _all_three(found: VerticalSlashLesson, theme: Theme) -> None:
         "Each pattern can hold any set of cells if it is made wide enough. The question is what else it then reads."
     )
     kept = figures.kinds(theme, Kind("asked for", theme.accent, "·"), Kind("extra", theme.wash, "+"))
-    parts.legend(kept[2:])
+    parts.legend(kept)
     parts.picture(
         draw_covers(covers, found.classes, theme), "vslash-covers",
         "; ".join(f"{one.name} needs {one.needs}: {one.cells} cells, {one.extra} extra" for one in covers),
