@@ -36,7 +36,7 @@ from headscope.engine.search_measure import (
 )
 from headscope.engine.search_ranks import Ranks
 from headscope.engine.search_source import ModelSource
-from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses
+from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
 from headscope.kernels.layout import TILES_VERSION
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ class SearchResult:
     target: Target
     folder: Path
     summary: dict[str, Any]
+
+    def predicted_attention_ms(self, prompt: SearchPrompt) -> float:
+        """What the cost model says for one calibration prompt."""
+        at = next(at for at, each in enumerate(self.table.prompts) if each["key"] == prompt.key)
+        return predict(self.allocation.picked, self.table.only([at]), self.cost, self.target.metric).attention_ms
 
 
 def search_config(

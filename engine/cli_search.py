@@ -1,0 +1,444 @@
+"""`headscope search` and `evaluate`: find a head config, and find out what it costs in answers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as Shown
+
+from headscope.engine import cli_output
+from headscope.engine.cli_output import bar, note
+from headscope.engine.cli_run import Device, Dtype, Force, Json, Model, Template, parse_layers
+from headscope.engine.config import HeadConfig
+from headscope.engine.errors import ConfigError, HeadscopeError
+from headscope.engine.estimator import Estimator
+
+if TYPE_CHECKING:
+    from headscope.engine.model import LoadedModel
+    from headscope.engine.search import SearchResult
+    from headscope.engine.search_measure import SearchPrompt, Settings, Step
+    from headscope.engine.search_table import Target
+
+
+class Metric(StrEnum):
+    """Which loss of a head counts; always that of its worst prompt."""
+
+    mean = "mean"
+    worst = "worst"
+    p99 = "p99"
+    start = "start"
+    middle = "middle"
+    end = "end"
+
+
+class Weight(StrEnum):
+    """What losses are weighted by in totals."""
+
+    none = "none"
+    output = "output"
+    logits = "logits"
+
+
+def _write_grid(path: Path | None) -> None:
+    from headscope.engine.search_grid import default_grid
+
+    if path is not None:
+        note(f"wrote {default_grid().save(path)}: edit it and pass it with --grid")
+        raise typer.Exit()
+
+
+def search(
+    model: Model,
+    prompts: Annotated[Path, typer.Option("--prompts", help="A folder of .txt or .md files to calibrate on.")],
+    out: Annotated[Path, typer.Option("--out", help="The head config to write.")],
+    max_missed: Annotated[
+        float | None, typer.Option("--max-missed", help="No head misses more than this share, such as 0.02.")
+    ] = None,
+    speedup: Annotated[
+        float | None, typer.Option("--speedup", help="Dense over sparse prefill time to reach, such as 1.5.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Folder of the measurements; by default OUT.run. Resumable.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Cut every prompt to this length.")] = None,
+    grid: Annotated[Path | None, typer.Option("--grid", help="Candidates to measure; see --write-grid.")] = None,
+    write_grid: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-grid", is_eager=True, callback=_write_grid, help="Write the candidates to this file, to edit."
+        ),
+    ] = None,
+    cost_model: Annotated[
+        Path | None, typer.Option("--cost-model", help="Use this cost model as it is; otherwise one is fitted.")
+    ] = None,
+    estimator: Annotated[
+        str | None, typer.Option("--estimator", help="Such as rows=64,where=half,overlap=removed.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option("--layers", help="Layers to search, such as 0,4-7.")] = None,
+    layer_limit: Annotated[
+        list[str] | None, typer.Option("--layer-limit", help="LAYER=SHARE: a lower limit for one layer; repeatable.")
+    ] = None,
+    metric: Annotated[Metric, typer.Option("--metric", help="Which loss counts.")] = Metric.mean,
+    weight: Annotated[Weight, typer.Option("--weight", help="What losses are weighted by in totals.")] = Weight.none,
+    dense_where_faster: Annotated[
+        bool, typer.Option("--dense-where-faster", help="Layers that dense serves faster at these lengths stay dense.")
+    ] = False,
+    held_out: Annotated[
+        Path | None, typer.Option("--held-out", help="A folder of other prompts on which the winner is checked.")
+    ] = None,
+    explain: Annotated[int, typer.Option("--explain", min=0, help="Explain this many of the worst heads.")] = 8,
+    impl: Annotated[str, typer.Option("--impl", help="auto, triton, gluon or torch.")] = "auto",
+    json: Json = None,
+    template: Template = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Search the pattern and budget of every head, and write them with their evidence.
+
+    Every prompt is prefilled once, dense; every head runs every candidate. A run that was stopped goes on where it
+    was, and another target needs no new measurements. Under torchrun the prompts are shared out.
+    """
+    from headscope.engine import search as engine
+    from headscope.engine.model import load_model
+    from headscope.engine.search_cost import CostModel
+    from headscope.engine.search_grid import Grid, default_grid
+    from headscope.engine.search_measure import Settings
+    from headscope.engine.search_ranks import Ranks
+    from headscope.engine.search_source import ModelSource, load_prompts
+
+    candidates = default_grid() if grid is None else Grid.load(grid)
+    target = _target(max_missed, speedup, metric, Weight.none, layer_limit, dense_where_faster)
+    cost = None if cost_model is None else CostModel.load(cost_model)
+    chosen = parse_estimator(estimator)
+    wanted = None if layers is None else parse_layers(layers)
+    folder = Path(f"{out}.run") if run is None else run
+    with bar(f"loading {model}") as progress:
+        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+    calibration = load_prompts(loaded, prompts, tokens, template)
+    others = [] if held_out is None else load_prompts(loaded, held_out, tokens, template)
+    began = time.perf_counter()
+    with steps(f"searching on {len(calibration)} prompts") as move:
+        result = engine.search_config(
+            loaded, calibration, target, folder, grid=candidates, estimator=chosen, layers=wanted, cost=cost, impl=impl,
+            progress=move,
+        )  # fmt: skip
+    if not Ranks.here().first:
+        return
+    settings = Settings(result.table.layers, candidates, chosen, impl)
+    if weight is not Weight.none:
+        result = _weighted(result, loaded, calibration, settings, target, weight)
+    result.config.save(out)
+    report = dict(result.summary) | {"seconds": time.perf_counter() - began, "digest": result.config.digest()}
+    source = ModelSource(loaded)
+    report["checked"] = _checks(source, result, calibration, others, settings)
+    report["explained"] = _explained(source, result, calibration, explain)
+    if json is not None:
+        cli_output.write_json(json, report)
+    _show(report)
+    note(f"wrote {out}; the measurements are in {folder}")
+
+
+def _target(
+    max_missed: float | None,
+    speedup: float | None,
+    metric: Metric,
+    weight: Weight,
+    layer_limit: Sequence[str] | None,
+    dense_where_faster: bool,
+    layer_weights: tuple[float, ...] | None = None,
+) -> Target:
+    from headscope.engine.search_table import Target
+
+    if (max_missed is None) == (speedup is None):
+        raise ConfigError("give either --max-missed or --speedup, and exactly one of them")
+    return Target(
+        max_missed, speedup, metric.value, weight.value, _limits(layer_limit or ()), layer_weights, dense_where_faster
+    )
+
+
+def _limits(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
+    found: dict[int, float] = {}
+    for text in texts:
+        layer, _, share = text.partition("=")
+        try:
+            found[int(layer)] = float(share)
+        except ValueError:
+            raise ConfigError(
+                f"--layer-limit {text[:40]!r} is not understood: write LAYER=SHARE such as 0=0.005"
+            ) from None
+    return tuple(sorted(found.items()))
+
+
+def parse_estimator(text: str | None) -> Estimator:
+    """`rows=64,where=half` as an estimator; ConfigError for anything else."""
+    values: dict[str, Any] = {}
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        name, _, value = (item.strip() for item in part.partition("="))
+        values[name] = int(value) if value.isascii() and value.isdecimal() and len(value) < 6 else value
+    try:
+        return Estimator.from_dict(values)
+    except ValueError as problem:
+        raise ConfigError(f"--estimator: {problem}") from problem
+
+
+@contextmanager
+def steps(what: str) -> Iterator[Callable[[Step], None]]:
+    """Progress of a search on stderr with an estimate of what is left; a line a minute where it is no terminal."""
+    last = [time.monotonic()]
+    note(f"{what} ...")
+    live = sys.stderr.isatty()
+
+    def move(step: Step) -> None:
+        now = time.monotonic()
+        if step.done < step.total and now - last[0] < (0.5 if live else 60):
+            return
+        last[0] = now
+        text = f"{step.done}/{step.total} ({step.words}), about {step.seconds_left:.0f} s left"
+        print(f"\r{text:<100}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
+
+    try:
+        yield move
+    finally:
+        if live:
+            print(file=sys.stderr)
+
+
+def _weighted(
+    result: SearchResult,
+    loaded: LoadedModel,
+    prompts: Sequence[SearchPrompt],
+    settings: Settings,
+    target: Target,
+    weight: Weight,
+) -> SearchResult:
+    """The allocation again, with losses weighted; for the logits every layer's effect is measured on one prompt."""
+    from dataclasses import replace
+
+    from headscope.engine import evaluate as quality
+    from headscope.engine.search import with_target
+    from headscope.engine.search_check import calibrated_losses
+
+    layer_weights = None
+    if weight is Weight.logits:
+        losses = calibrated_losses(result.table, result.allocation.picked).mean(1)
+        with bar("measuring each layer's effect on the logits"):
+            layer_weights = quality.layer_weights(
+                loaded, torch.tensor([prompts[0].ids]), result.config, result.table.layers, losses.tolist()
+            )
+    weighted = replace(target, weight=weight.value, layer_weights=layer_weights)
+    return with_target(result, weighted, settings, loaded.facts.to_dict())
+
+
+def _checks(
+    source: Any,
+    result: SearchResult,
+    calibration: Sequence[SearchPrompt],
+    others: Sequence[SearchPrompt],
+    settings: Settings,
+) -> dict[str, Any]:
+    """The winner timed and measured for real on a calibration prompt, and on held-out ones."""
+    from headscope.engine.search_check import calibrated_losses, check_prompt, drift, one_against_all
+
+    options: dict[str, Any] = {"impl": settings.impl}
+    with bar("checking the winner"):
+        first = min(calibration, key=lambda prompt: prompt.key)
+        own = check_prompt(source, first, result.config, settings.layers, **options)
+        held = [check_prompt(source, prompt, result.config, settings.layers, **options) for prompt in others]
+    predicted = result.predicted_attention_ms(first)
+    found: dict[str, Any] = {"calibration": own.to_dict() | {"predicted_attention_ms": predicted}}
+    if held:
+        stored = calibrated_losses(result.table, result.allocation.picked)
+        found["held_out"] = drift(held, stored).to_dict()
+    if len(calibration) > 1:
+        found["one_prompt_or_all"] = one_against_all(result.table, result.cost, result.target)
+    return found
+
+
+def _explained(source: Any, result: SearchResult, calibration: Sequence[SearchPrompt], count: int) -> list[Any]:
+    from headscope.engine.explain import blame, explain, splits
+    from headscope.engine.search_check import calibrated_losses
+
+    if not count:
+        return []
+    losses = calibrated_losses(result.table, result.allocation.picked)
+    order = sorted(
+        ((layer, head) for layer in range(losses.shape[0]) for head in range(losses.shape[1])),
+        key=lambda place: (-losses[place], place),
+    )[:count]
+    places = [(result.table.layers[at], head) for at, head in order]
+    with bar("explaining the worst heads"):
+        parts = splits(source, min(calibration, key=lambda prompt: prompt.key), result.config, places)
+    told = explain(result.table, result.cost, result.target, result.allocation, places)
+    rows = []
+    for each in told:
+        split = parts[each.layer, each.head]
+        rows.append(each.to_dict() | {"split": vars(split) | {"steps": list(split.steps)}, "blame": blame(split)})
+    return rows
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = cli_output.out()
+    predicted, uniform = report["predicted"], report["uniform_at_equal_pairs"]
+    families = ", ".join(f"{count} {kind}" for kind, count in report["families"].items())
+    console.print(
+        f"{report['heads']} heads: {families}; {len(report['stayed_dense'])} with no candidate in reach stay dense"
+    )
+    console.print(
+        f"missed mass {100 * report['missed_mass_worst_prompt']:.2f}% on the worst prompt (best single setting at "
+        f"equal computed pairs {100 * uniform['missed_mass_worst_prompt']:.2f}%), {100 * report['computed_density']:.1f}% of "
+        "the causal pairs computed"
+    )
+    checked = report["checked"]["calibration"]
+    console.print(
+        f"attention predicted {checked['predicted_attention_ms']:.0f} ms, measured {checked['attention_ms']:.0f} ms, "
+        f"dense {checked['dense_attention_ms']:.0f} ms; predicted speed-up of the whole prefill {predicted['speedup']:.2f}; "
+        f"cost model off by {100 * report['cost_fit']['median_error']:.0f}% (median)"
+    )
+    if report["slower_than_dense_layers"]:
+        console.print(
+            f"{len(report['slower_than_dense_layers'])} layers are predicted slower than dense at these lengths "
+            "(--dense-where-faster leaves them dense; headscope bench --host finds the length where sparse wins)"
+        )
+    if "held_out" in report["checked"]:
+        held = report["checked"]["held_out"]
+        layer, head = held["worst_head"]
+        console.print(
+            f"held-out prompts: mean drift {held['mean_drift']:+.4f}, worst {held['worst_drift']:+.4f} at layer "
+            f"{layer} head {head}"
+        )
+    for row in report["explained"]:
+        console.print(f"layer {row['layer']} head {row['head']}: {row['sentence']} {row['blame']}")
+
+
+def evaluate(
+    model: Model,
+    config: Annotated[Path, typer.Option("--config", help="The head config to judge.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="A folder of texts for the logits; otherwise two sample prompts.")
+    ] = None,
+    lengths: Annotated[str, typer.Option("--lengths", help="Retrieval lengths in tokens.")] = "512,1024,2000",
+    depths: Annotated[str, typer.Option("--depths", help="Where the answer stands, 0 to 1.")] = "0.1,0.5,0.9",
+    kinds: Annotated[
+        str, typer.Option("--kinds", help="Retrieval tasks; empty for none.")
+    ] = "pass-key,number,needle,key-value",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Prompts per task, length and depth.")] = 2,
+    continue_: Annotated[
+        int, typer.Option("--continue", min=0, help="Greedy tokens to compare after each prompt.")
+    ] = 32,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Also each layer alone, and the first k layers (two passes a layer).")
+    ] = False,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=2, help="Cut the texts to this length.")] = None,
+    json: Json = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    force: Force = False,
+) -> None:
+    """Compare sparse with dense: perplexity, logits, greedy continuation, and retrieval by length and depth.
+
+    Tasks on which dense itself scores under 50 % are marked uninformative.
+    """
+    from headscope.engine import evaluate as quality
+    from headscope.engine.inspection import check_fits
+    from headscope.engine.model import load_model
+    from headscope.engine.prompts import list_prompts
+    from headscope.engine.search_source import encode_prompts, load_prompts
+
+    found = HeadConfig.load(config)
+    ladder: dict[str, Any] = {
+        "kinds": [kind.strip() for kind in kinds.split(",") if kind.strip()],
+        "lengths": [int(part) for part in _numbers("--lengths", lengths, int)],
+        "depths": _numbers("--depths", depths, float),
+        "seeds": range(seeds),
+    }
+    with bar(f"loading {model}") as progress:
+        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+    check_fits(found, loaded, force)
+    if force:
+        found = found.forced_onto(loaded)
+    if prompts is not None:
+        texts = load_prompts(loaded, prompts, tokens, False)
+    else:
+        samples = {each.name: each for each in list_prompts() if each.name in ("prose", "code")}
+        texts = encode_prompts(
+            loaded, {n: s.read() for n, s in samples.items()}, {n: s.kind for n, s in samples.items()}, tokens, False
+        )
+    parts: list[list[Any]] = [[], [], []]
+    with bar("comparing logits") as progress:
+        for at, text in enumerate(texts):
+            ids = torch.tensor([text.ids])
+            parts[0].append(quality.quality(loaded, ids, found, text.name))
+            if continue_:
+                parts[1].append(quality.continuation(loaded, ids, found, text.name, continue_))
+            progress(at + 1, len(texts))
+    cells: list[quality.RetrievalCell] = []
+    tasks: list[quality.RetrievalTask] = []
+    if ladder["kinds"]:
+        with bar("asking for hidden answers") as progress:
+            cells, tasks = quality.retrieval(
+                loaded, found, **ladder, progress=lambda done, total, words: progress(done, total)
+            )  # fmt: skip
+    if by_layer:
+        with bar("layer by layer") as progress:
+            parts[2] = quality.by_layer(
+                loaded, torch.tensor([texts[0].ids]), found, progress=lambda done, total, words: progress(done, total)
+            )  # fmt: skip
+    report = quality.report(parts[0], parts[1], cells, tasks, parts[2])
+    if json is not None:
+        cli_output.write_json(json, {"config": found.digest(), "model": loaded.name} | report)
+    _show_quality(report)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise HeadscopeError(f"{option} {text[:60]!r} is not understood: write numbers with commas between") from None
+
+
+def _show_quality(report: dict[str, Any]) -> None:
+    console = cli_output.out()
+    table = _table("logits", "prompt", "tokens", "perplexity dense", "sparse", "change", "KL mean", "KL last", "top-1")
+    for row in report["quality"]:
+        table.add_row(
+            row["prompt"], str(row["tokens"]), f"{row['perplexity_dense']:.3f}", f"{row['perplexity_sparse']:.3f}",
+            f"{100 * row['perplexity_change']:+.2f}%", f"{row['kl_mean']:.4f}", f"{row['kl_last']:.4f}",
+            f"{100 * row['top1_agreement']:.1f}%",
+        )  # fmt: skip
+    console.print(table)
+    for row in report["continuation"]:
+        console.print(f"{row['prompt']}: the first {row['agree']} of {row['tokens']} greedy tokens agree")
+    if report["tasks"]:
+        table = _table("retrieval", "task", "tokens", "dense", "sparse", "")
+        for row in report["tasks"]:
+            mark = "" if row["informative"] else "uninformative: dense under 50 %"
+            table.add_row(
+                row["kind"], str(row["tokens"]), f"{100 * row['dense']:.0f}%", f"{100 * row['sparse']:.0f}%", mark
+            )
+        console.print(table)
+    if report["layers"]:
+        table = _table("layer by layer", "layer", "sparse in", "KL mean", "KL last", "top-1")
+        for row in report["layers"]:
+            table.add_row(
+                str(row["layer"]), row["how"], f"{row['kl_mean']:.4f}", f"{row['kl_last']:.4f}",
+                f"{100 * row['top1_agreement']:.1f}%",
+            )  # fmt: skip
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Shown:
+    table = Shown(title=title, title_justify="left", pad_edge=False, box=SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, justify="right" if name not in ("prompt", "task", "sparse in", "") else "left")
+    return table

@@ -1,0 +1,167 @@
+"""Checks of a searched config on the machine: real times and losses, held-out prompts, one sample against several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headscope.engine import files
+from headscope.engine.config import HeadConfig
+from headscope.engine.measure import DensePass, dense_pass, measure_heads
+from headscope.engine.patterns import Dense
+from headscope.engine.search_cost import CostModel
+from headscope.engine.search_measure import Cancel, SearchPrompt, Source, time_layer
+from headscope.engine.search_table import Table, Target, allocate, mean_losses
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One prompt under a config, measured: isolated losses per head, and the times of its attention in ms.
+
+    `mean`, `worst` float64 [layers, heads]. `attention_ms` has an all-dense layer in the dense kernel, as the model
+    runs it; both times are the best of `repeats` per layer, summed.
+    """
+
+    prompt: str
+    tokens: int
+    layers: tuple[int, ...]
+    mean: np.ndarray
+    worst: np.ndarray
+    output_error: np.ndarray
+    computed_density: float
+    attention_ms: float
+    dense_attention_ms: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures of the prompt as a whole, JSON-ready."""
+        at = np.unravel_index(int(self.mean.argmax()), self.mean.shape)
+        return {
+            "prompt": self.prompt,
+            "tokens": self.tokens,
+            "missed_mass_mean": float(self.mean.mean()),
+            "missed_mass_worst_head": float(self.mean.max()),
+            "worst_head": [self.layers[int(at[0])], int(at[1])],
+            "missed_mass_worst_row": float(self.worst.max()),
+            "output_error_mean": float(self.output_error.mean()),
+            "computed_density": self.computed_density,
+            "attention_ms": self.attention_ms,
+            "dense_attention_ms": self.dense_attention_ms,
+        }
+
+
+def check_prompt(
+    source: Source,
+    prompt: SearchPrompt,
+    config: HeadConfig,
+    layers: Sequence[int],
+    *,
+    repeats: int = 3,
+    impl: str = "auto",
+    cancel: Cancel | None = None,
+) -> Checked:
+    """Measures a config on a prompt, whether or not it was calibrated on it."""
+    rows: list[tuple[Any, float, float]] = []
+
+    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        patterns = config.patterns(layer)
+        passes = [dense_pass(q, k, v, scale, impl=impl) for _ in range(max(1, repeats))]
+        dense = DensePass(passes[0].out, passes[0].lse, min(each.ms for each in passes))
+        found = measure_heads(q, k, v, patterns, scale=scale, estimator=config.estimator, impl=impl, dense=dense)
+        if all(isinstance(pattern, Dense) for pattern in patterns):
+            taken = dense.ms
+        else:
+            again = [time_layer(q, k, v, scale, patterns, config.estimator, impl) for _ in range(max(0, repeats - 1))]
+            taken = min(found.index_ms + found.kernel_ms, *(sum(each) for each in again), float("inf"))
+        rows.append((found.heads, taken, dense.ms))
+
+    source.stream(prompt, visit, list(layers), cancel)
+    heads = [row[0] for row in rows]
+
+    def table(name: str) -> np.ndarray:
+        return np.array([[getattr(head, name) for head in layer] for layer in heads], dtype=np.float64)
+
+    return Checked(
+        prompt=prompt.name,
+        tokens=len(prompt.ids),
+        layers=tuple(layers),
+        mean=table("missed_mass_mean"),
+        worst=table("missed_mass_worst"),
+        output_error=table("output_error"),
+        computed_density=float(table("computed_density").mean()),
+        attention_ms=sum(row[1] for row in rows),
+        dense_attention_ms=sum(row[2] for row in rows),
+    )
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far losses on other prompts lie from the calibrated ones, means over heads and the heads that drift most."""
+
+    mean: float
+    worst: float
+    worst_head: tuple[int, int]
+    by_prompt: tuple[dict[str, Any], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "mean_drift": self.mean,
+            "worst_drift": self.worst,
+            "worst_head": list(self.worst_head),
+            "prompts": list(self.by_prompt),
+        }
+
+
+def drift(checked: Sequence[Checked], calibrated: np.ndarray) -> Drift:
+    """`calibrated` [layers, heads] is the loss that the search stored: the worst calibration prompt's mean.
+
+    Drift is what a held-out prompt loses beyond that. Its mean counts heads that do better as negative.
+    """
+    rows = []
+    beyond = np.stack([each.mean - calibrated for each in checked])
+    for each, gap in zip(checked, beyond, strict=True):
+        at = np.unravel_index(int(gap.argmax()), gap.shape)
+        rows.append(
+            each.to_dict()
+            | {
+                "mean_drift": float(gap.mean()),
+                "worst_drift": float(gap.max()),
+                "worst_drift_head": [each.layers[int(at[0])], int(at[1])],
+            }
+        )
+    at = np.unravel_index(int(beyond.argmax()), beyond.shape)
+    place = (checked[0].layers[int(at[1])], int(at[2]))
+    return Drift(float(beyond.mean(axis=(1, 2)).max()), float(beyond.max()), place, tuple(files.plain(rows)))
+
+
+def one_against_all(table: Table, cost: CostModel, target: Target) -> list[dict[str, Any]]:
+    """What a search on each prompt alone would have chosen, judged on all prompts: is one sample enough?"""
+    rows = []
+    everything = allocate(table, cost, target)
+    limit = target.max_missed
+    for at, prompt in [*enumerate(table.prompts), (None, None)]:
+        chosen = everything if at is None else allocate(table.only([at]), cost, target)
+        taken = np.take_along_axis(table.stats["mean"], chosen.picked[None, :, :, None], 3)[..., 0]
+        own = taken.max(0) if at is None else taken[at]
+        rows.append(
+            {
+                "calibrated_on": "all prompts" if prompt is None else prompt["name"],
+                "missed_mass_worst_prompt": float(mean_losses(chosen.picked, table).max()),
+                "mean_drift": float((taken.max(0) - own).mean()),
+                "worst_head_drift": float((taken.max(0) - own).max()),
+                "heads_over_target": None if limit is None else int((taken.max(0) > limit + 1e-5).sum()),
+                "computed_density": float(
+                    np.take_along_axis(table.stats["computed_pairs"], chosen.picked[None, :, :, None], 3).sum()
+                    / everything.prediction.causal_pairs
+                ),
+            }
+        )
+    return files.plain(rows)
+
+
+def calibrated_losses(table: Table, picked: np.ndarray) -> np.ndarray:
+    """[layers, heads]: the worst calibration prompt's mean missed mass of every chosen candidate."""
+    return np.take_along_axis(table.stats["mean"].max(0), picked[:, :, None], 2)[:, :, 0]
