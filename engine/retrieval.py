@@ -196,7 +196,8 @@ def _key_value(rng: random.Random, seed: int) -> _Parts:
         opening="Each line of this register gives a key and its value. Every key has one value.\n\n",
         filler=lambda: _register(random.Random(f"headscope register {seed}"), key, value),
         answer_line=f"{key}: {value}\n",
-        question=f"\nQuestion: What is the value of {key}?\nAnswer: The value of {key} is",
+        # As a line to repeat, not as a sentence: small models can do this, so a loss shows as a wrong answer.
+        question=f"\nQuestion: What is the value of {key}? Repeat its line.\n{key}:",
         expected=value,
     )
 

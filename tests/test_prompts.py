@@ -45,7 +45,7 @@ def test_a_sample_is_plain_text_whose_answer_stands_in_it_once(sample: prompts.S
         assert text.count(sample.expected) == 1
         # The answer is out of reach of a short window, and the text stops where it must follow.
         assert text.index(sample.expected) < len(text) * 0.75
-        assert "Answer:" in text.splitlines()[-1]
+        assert text.splitlines()[-1].startswith(("Answer: ", "young-valley:"))
 
 
 @pytest.mark.model
@@ -61,10 +61,12 @@ def test_the_code_sample_runs_and_its_own_test_passes() -> None:
 
 
 def test_the_register_and_the_table_have_one_line_for_each_question() -> None:
-    register = re.findall(r"^([a-z]+-[a-z]+): (\d{4})$", prompts.read_prompt("key_value"), re.M)
+    body, repeated = prompts.read_prompt("key_value").split("The same lines again")
+    register = re.findall(r"^([a-z]+-[a-z]+): (\d{4})$", body, re.M)
     assert len(register) == len({key for key, _ in register}) == len({value for _, value in register}) == 112
-    asked = prompts.read_prompt("key_value").rsplit("The code of ", 1)[1].removesuffix(" is")
+    asked = repeated.splitlines()[-1].removesuffix(":")
     assert dict(register)[asked] == "5034"
+    assert set(re.findall(r"^(\S+): (\d{4})$", repeated, re.M)) < set(register)
     rows = [line for line in prompts.read_prompt("table").splitlines() if "| Wed | 18:00 | Calder Mill" in line]
     assert len(rows) == 1 and " 2.42 " in rows[0]
 
