@@ -218,13 +218,16 @@ class Capture:
         if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("scales"), dict):
             raise CaptureError(f'{source} is no capture: its capture.json must say "format": "{FORMAT}"')
         rest = _read_tensors(source / "rest.safetensors")
+        if "input_ids" not in rest:
+            raise CaptureError(f"{source} is damaged: its token ids are missing, so capture the prompt again")
         made = cls(rest["input_ids"], rest.get("logits"), str(facts.get("model")), str(facts.get("fingerprint")))
         made._folder = source
         for key, scale in facts["scales"].items():
-            if not (source / _layer_file(int(key))).is_file():
-                raise CaptureError(f"{source} is damaged: layer {key} is missing, so capture the prompt again")
-            made.places[int(key)] = "disk"
-            made.scales[int(key)] = float(scale)
+            layer = int(key) if key.isascii() and key.isdecimal() and len(key) < 6 else -1
+            if not isinstance(scale, float) or not (source / _layer_file(layer)).is_file():
+                raise CaptureError(f"{source} is damaged: layer {key[:20]} is missing, so capture the prompt again")
+            made.places[layer] = "disk"
+            made.scales[layer] = scale
         return made
 
     def close(self) -> None:

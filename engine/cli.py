@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
-import click
 import typer
 
-from headscope.engine.errors import HeadscopeError
+from headscope.engine.errors import HeadscopeError, Interrupted
 
 COMMANDS = {
     "fetch": "cli_run",
     "inspect": "cli_run",
     "check": "cli_run",
     "generate": "cli_run",
+    "search": "cli_search",
+    "evaluate": "cli_search",
     "prompt": "cli_prompt",
     "convert": "cli_convert",
 }
@@ -32,30 +35,29 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     for name, module in COMMANDS.items():
-        app.command(name)(getattr(import_module(f"headscope.engine.{module}"), name))
+        app.command(name)(_interruptible(getattr(import_module(f"headscope.engine.{module}"), name)))
     return app
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 refused or failed, 2 unusable input, 130 interrupted."""
     try:
-        code = build()(args=arguments, standalone_mode=False)
+        build()(args=arguments)
     except HeadscopeError as error:
-        code = _tell(str(error), error.exit_code)
-    except click.exceptions.Abort:
-        code = _tell("interrupted; nothing was left half-written", 130)
-    except KeyboardInterrupt:
-        code = _tell("interrupted; nothing was left half-written", 130)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except BrokenPipeError:
-        # The reader of our output went away; stop without Python's own complaint at shutdown.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        raise SystemExit(_tell(str(error), error.exit_code)) from None
     except MemoryError:
-        code = _tell("not enough memory: take a shorter prompt or fewer layers", 1)
-    raise SystemExit(code if isinstance(code, int) else 0)
+        raise SystemExit(_tell("not enough memory: take a shorter prompt or fewer layers", 1)) from None
+
+
+def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return command(*args, **options)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted; nothing was left half-written") from None
+
+    return run
 
 
 def _tell(message: str, code: int) -> int:

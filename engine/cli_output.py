@@ -31,7 +31,11 @@ def note(text: str) -> None:
 
 @contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr that is moved by calling it with done and total."""
+    """A progress bar on stderr that is moved by calling it with done and total; one line without a terminal."""
+    if not sys.stderr.isatty():
+        note(f"{what} ...")
+        yield lambda done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
         task = shown.add_task(what, total=None)

@@ -40,3 +40,9 @@ class CaptureError(HeadscopeError):
 
 class Cancelled(HeadscopeError):
     """The caller's `cancel` said stop; nothing was kept."""
+
+
+class Interrupted(HeadscopeError):
+    """A person pressed Ctrl-C."""
+
+    exit_code = 130

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,12 +83,14 @@ def answer(
         logits = result.logits[0, -1].float()
         made = [int(logits.argmax())]
         first = time.perf_counter()
-        cache = result.past_key_values
+        # The argument and the field were renamed within the supported range.
+        argument = "cache" if "cache" in signature(loaded.model.forward).parameters else "past_key_values"
+        cache = result["cache" if "cache" in result else "past_key_values"]
         while made[-1] not in stops and len(made) < max_new_tokens:
             if on_token is not None:
                 on_token(len(made))
             step = torch.tensor([[made[-1]]], device=ids.device)
-            result = loaded.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            result = loaded.model(input_ids=step, use_cache=True, logits_to_keep=1, **{argument: cache})
             made.append(int(result.logits[0, -1].argmax()))
         ended = time.perf_counter()
         left = dict(active.left_alone) if active is not None else {}
