@@ -296,14 +296,14 @@ def _show(report: dict[str, Any]) -> None:
     )
     console.print(
         f"missed mass {100 * report['missed_mass_worst_prompt']:.2f}% on the worst prompt (best single setting at "
-        f"equal computed pairs {100 * uniform['missed_mass_worst_prompt']:.2f}%), {100 * report['computed_density']:.1f}% of "
-        "the causal pairs computed"
+        f"equal computed pairs {100 * uniform['missed_mass_worst_prompt']:.2f}%), "
+        f"{100 * report['computed_density']:.1f}% of the causal pairs computed"
     )
     checked = report["checked"]["calibration"]
     console.print(
         f"attention predicted {checked['predicted_attention_ms']:.0f} ms, measured {checked['attention_ms']:.0f} ms, "
-        f"dense {checked['dense_attention_ms']:.0f} ms; predicted speed-up of the whole prefill {predicted['speedup']:.2f}; "
-        f"cost model off by {100 * report['cost_fit']['median_error']:.0f}% (median)"
+        f"dense {checked['dense_attention_ms']:.0f} ms; predicted speed-up of the whole prefill "
+        f"{predicted['speedup']:.2f}; cost model off by {100 * report['cost_fit']['median_error']:.0f}% (median)"
     )
     if report["slower_than_dense_layers"]:
         console.print(
