@@ -107,9 +107,9 @@ def worst_first(seen: View, values: list[list[float]], grid: list) -> None:
         {
             "head": [f"L{layer} H{head}" for layer, head, _ in rows],
             "pattern": [f"{GLYPHS[one.pattern.kind]} {words.budgets(one.pattern)}" for _, _, one in rows],
-            "shown": [values[layer][head] for layer, head, _ in rows],
-            "worst row": [one.missed_mass_worst for _, _, one in rows],
-            "computes": [one.computed_density for _, _, one in rows],
+            "shown": [100 * values[layer][head] for layer, head, _ in rows],
+            "worst row": [100 * one.missed_mass_worst for _, _, one in rows],
+            "cost": [100 * one.computed_density for _, _, one in rows],
         }
     )
 
@@ -118,18 +118,19 @@ def worst_first(seen: View, values: list[list[float]], grid: list) -> None:
         if chosen and chosen[0] < len(rows):
             seen.go(rows[chosen[0]][0], rows[chosen[0]][1])
 
-    share = {"format": "percent"}
+    percent = "%.1f %%"
     st.dataframe(
         frame, key="worst", on_select=picked, selection_mode="single-row", hide_index=True, height=318,
         alt="Heads, the worst first",
         column_config={
-            "head": st.column_config.TextColumn(width=70),
-            "pattern": st.column_config.TextColumn(width=104),
+            "head": st.column_config.TextColumn(width=64),
+            "pattern": st.column_config.TextColumn(width=98),
             "shown": st.column_config.ProgressColumn(
-                METRICS[seen.metric].removeprefix("missed mass, "), min_value=0.0, max_value=max(top, 1e-6), **share
+                METRICS[seen.metric].removeprefix("missed mass, "), min_value=0.0, max_value=max(100 * top, 1e-4),
+                format=percent, width=122,
             ),
-            "worst row": st.column_config.NumberColumn(width=84, **share),
-            "computes": st.column_config.NumberColumn(width=84, **share),
+            "worst row": st.column_config.NumberColumn(format=percent, width=74),
+            "cost": st.column_config.NumberColumn(format=percent, width=60, help="Computed share of the causal pairs"),
         },
     )  # fmt: skip
 

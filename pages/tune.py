@@ -29,12 +29,13 @@ def main() -> None:
     if run is None:
         st.title("Nothing to tune yet", anchor=False)
         st.markdown("Run a prompt on the Heads page first: tuning replays its captured queries, keys and values.")
-        st.page_link(st.Page("pages/heads.py", title="Go to Heads"), icon=":material/grid_view:")
+        if st.button("Go to Heads", icon=":material/grid_view:", type="primary"):
+            st.switch_page("pages/heads.py")
         return
     draft = state.draft_of(held, seen.session, run.facts)
     widgets.strip(run, draft)
     left, right = st.columns([4, 9], gap="large")
-    with left:
+    with left, st.container(key="controls"):
         controls(held, seen, run, draft)
     with right:
         outcome(held, seen, run, state.draft_of(held, seen.session, run.facts))
@@ -50,7 +51,7 @@ def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     pattern = draft.patterns[seen.layer][seen.head]
     tokens = run.row.tokens
     st.segmented_control(
-        "Pattern", editor.KINDS, format_func=lambda kind: f"{GLYPHS[kind]} {kind}", required=True,
+        "Pattern", editor.KINDS, format_func=lambda kind: f"{GLYPHS[kind]} {kind}", required=True, wrap=True,
         **state.bind("kind", pattern.kind if pattern.kind in editor.KINDS else "dense",
                      lambda kind: edit(held, seen, draft, editor.default(kind, tokens))),
     )  # fmt: skip

@@ -173,8 +173,8 @@ def pooled_map(
     shares = np.where(np.isnan(values), np.nan, np.maximum(values, MASS_FLOOR if logarithmic else 0.0))
     z = np.log10(shares) if logarithmic else shares
     low, high = (float(np.log10(MASS_FLOOR)), 0.0) if logarithmic else (0.0, max(top, 1e-6))
-    ticks = [-4, -3, -2, -1, 0] if logarithmic else [0, high / 2, high]
-    names = ["≤0.01 %", "0.1 %", "1 %", "10 %", "100 %"] if logarithmic else [percent(tick) for tick in ticks]
+    ticks = [-4, -2, 0] if logarithmic else [0, high / 2, high]
+    names = ["≤ 0.01 %", "1 %", "100 %"] if logarithmic else [percent(tick) for tick in ticks]
     rows, columns = _centres(row_edges), _centres(column_edges)
     extra = "" if computed is None else "<br>computed: %{customdata[1]:.0%} of its pairs"
     layers = [values] if computed is None else [values, computed]
@@ -185,7 +185,7 @@ def pooled_map(
             hovertemplate="query ~%{y:.0f}, key ~%{x:.0f}<br>%{customdata[0]:.3%} of the row" + extra
             + "<extra></extra>",
             colorbar={"orientation": "h", "thickness": 6, "len": 1.0, "x": 0.5, "y": -0.24, "yanchor": "top",
-                      "tickvals": ticks, "ticktext": names, "outlinewidth": 0, "ticklen": 2,
+                      "tickvals": ticks, "ticktext": names, "outlinewidth": 0, "ticklen": 2, "tickangle": 0,
                       "tickfont": {"size": 10, "color": theme.faint}},
         )
     )  # fmt: skip

@@ -79,9 +79,9 @@ def compare(held: Lab, context: Context, run: Run, grid: Grid, title: str) -> Co
     with torch.no_grad():
         loaded.model(input_ids=ids[:, :8], use_cache=False, logits_to_keep=1)
     with _watched(loaded, context, 0, 3 * layers, "Dense prefill"):
-        dense, dense_logits = _answer(loaded, ids, count, context)
+        dense, dense_logits = _answer(loaded, ids, count, "Dense", context)
     with apply(loaded, config), _watched(loaded, context, layers, 3 * layers, "Sparse prefill"):
-        sparse, sparse_logits = _answer(loaded, ids, count, context)
+        sparse, sparse_logits = _answer(loaded, ids, count, "Sparse", context)
     found: dict[int, float] = {}
 
     def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
@@ -113,7 +113,9 @@ def _remember(held: Lab, run: Run, made: Comparison) -> None:
         return  # the comparison is on the page; the record of it can wait for a database that works
 
 
-def _answer(loaded: LoadedModel, ids: torch.Tensor, count: int, context: Context) -> tuple[Answer, torch.Tensor]:
+def _answer(
+    loaded: LoadedModel, ids: torch.Tensor, count: int, name: str, context: Context
+) -> tuple[Answer, torch.Tensor]:
     """Greedy generation with the time of its first token, and the float32 logits [vocabulary] of that token."""
     times: list[float] = []
     began = time.perf_counter()
@@ -123,7 +125,7 @@ def _answer(loaded: LoadedModel, ids: torch.Tensor, count: int, context: Context
 
         def put(self, value: torch.Tensor) -> None:
             times.append(time.perf_counter())
-            context.check()
+            context.say(f"{name} answer: token {len(times) - 1} of {count}")
 
         def end(self) -> None:
             return

@@ -87,6 +87,11 @@ class Context:
         self._job.done, self._job.total, self._job.words = done, total, words
         self.check()
 
+    def say(self, words: str) -> None:
+        """Changes the words alone."""
+        self._job.words = words
+        self.check()
+
     def check(self) -> None:
         """Raises `Cancelled` if the person asked to stop."""
         if self._job.stop.is_set():

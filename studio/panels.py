@@ -42,17 +42,16 @@ def places(run: Run, detail: HeadDetail) -> None:
             "missed": [place.probability for place in found],
             "the token that reads": [words.excerpt(run.pieces, place.query) for place in found],
             "what it did not see": [words.excerpt(run.pieces, place.key) for place in found],
-            "tokens back": [place.query - place.key for place in found],
-            "query": [place.query for place in found],
-            "key": [place.key for place in found],
+            "tokens": [f"{place.query:,} ← {place.key:,}" for place in found],
+            "back": [place.query - place.key for place in found],
         }
     )
     st.dataframe(
         frame, hide_index=True, alt="Most missed query and key tokens",
         column_config={
             "missed": st.column_config.NumberColumn(format="percent", width="small"),
-            "the token that reads": st.column_config.TextColumn(width="medium"),
-            "what it did not see": st.column_config.TextColumn(width="medium"),
+            "the token that reads": st.column_config.TextColumn(width=250),
+            "what it did not see": st.column_config.TextColumn(width=250),
         },
     )  # fmt: skip
     st.caption("The largest missed cells, one a row at most, among the 192 rows that miss most; ‹ › marks the token.")

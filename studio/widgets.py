@@ -7,6 +7,7 @@ show it as it is; markdown gets our own words only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from headscope.studio.results import METRICS, HeadDetail, Run, metric_value
 from headscope.studio.state import View
 from headscope.studio.theme import GLYPHS
 
+ICON = str(Path(__file__).parent / "assets" / "icon.png")
+
 STYLE = """<style>
 [data-testid="stMainBlockContainer"] { padding-top: 3.6rem; padding-bottom: 3rem; max-width: 1560px; }
 [data-testid="stMetric"] [data-testid="stMetricLabel"] p { font-size: 0.82rem; }
@@ -31,13 +34,17 @@ STYLE = """<style>
 [class*="st-key-strip"] [data-testid="stText"] { font-size: 0.88rem; opacity: 0.85; white-space: normal; }
 [class*="st-key-csv"] { margin-top: -0.9rem; }
 [class*="st-key-csv"] button { font-size: 0.78rem; min-height: 1.5rem; padding: 0 0.4rem; opacity: 0.75; }
+@media (min-width: 900px) {
+  [data-testid="stColumn"]:has(.st-key-controls) > div { height: 100%; }
+  .st-key-controls { position: sticky; top: 4.2rem; }
+}
 [data-testid="stProgress"] p { font-size: 0.9rem; }
 </style>"""
 
 
 def page(title: str) -> tuple[Lab, View]:
     """Starts a page: title of the tab, style, and whatever must be said first."""
-    st.set_page_config(page_title=f"{title} · headscope", layout="wide")
+    st.set_page_config(page_title=f"{title} · headscope", page_icon=ICON, layout="wide")
     st.html(STYLE)
     held, seen = state.lab(), state.view()
     if held.problem:
@@ -213,9 +220,13 @@ def maps(detail: HeadDetail, seen: View, key: str) -> None:
     with first:
         one("dense", "Dense, exact", found.dense)
     with second:
-        one("computed", "Computed (orange: left out)", found.dense, computed=found.computed)
+        one("computed", "Computed", found.dense, computed=found.computed)
     with third:
         one("missed", "Missed, exact", found.missed, marked=marked)
+    st.caption(
+        "Colour is the share of a row's probability in a cell, one scale for all heads. Orange is never computed; "
+        "circles mark the largest missed cells."
+    )
 
 
 def map_frame(detail: HeadDetail, values: np.ndarray) -> pl.DataFrame:

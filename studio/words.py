@@ -10,34 +10,34 @@ from headscope.engine.patterns import AShape, BlockSparse, Budget, Fixed, Fracti
 
 
 def percent(value: float) -> str:
-    """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %", 0 is "0 %"."""
+    """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %", 0 is "0 %" (with no-break spaces)."""
     if value != value:
         return "not measured"
     size = abs(value) * 100
     if size == 0:
-        return "0 %"
+        return "0\u00a0%"
     if size < 0.01:
-        return "< 0.01 %"
-    return f"{value * 100:.{2 if size < 1 else 1 if size < 99.95 else 0}f} %"
+        return "<\u00a00.01\u00a0%"
+    return f"{value * 100:.{2 if size < 1 else 1 if size < 99.95 else 0}f}\u00a0%"
 
 
 def milliseconds(value: float) -> str:
     """A time as text: "0.42 ms", "38 ms", "1.3 s", "2 min 5 s"."""
     if value < 10:
-        return f"{value:.2g} ms" if value < 1 else f"{value:.1f} ms"
+        return f"{value:.2g}\u00a0ms" if value < 1 else f"{value:.1f}\u00a0ms"
     if value < 1000:
-        return f"{value:.0f} ms"
+        return f"{value:.0f}\u00a0ms"
     seconds = value / 1000
     if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+        return f"{seconds:.1f}\u00a0s" if seconds < 10 else f"{seconds:.0f}\u00a0s"
+    return f"{int(seconds // 60)}\u00a0min {int(seconds % 60)}\u00a0s"
 
 
 def size(value: float) -> str:
     """Bytes as text: "312 MiB", "1.4 GiB"."""
     if value < 2**20:
-        return f"{value / 2**10:.0f} KiB"
-    return f"{value / 2**20:.0f} MiB" if value < 2**30 else f"{value / 2**30:.1f} GiB"
+        return f"{value / 2**10:.0f}\u00a0KiB"
+    return f"{value / 2**20:.0f}\u00a0MiB" if value < 2**30 else f"{value / 2**30:.1f}\u00a0GiB"
 
 
 def count(value: int, one: str, many: str | None = None) -> str:
@@ -83,7 +83,7 @@ def plain_markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]()<>#+\-.!|$~:])", r"\\\1", text)
 
 
-def excerpt(tokens: Sequence[str], position: int, before: int = 7, after: int = 0) -> str:
+def excerpt(tokens: Sequence[str], position: int, before: int = 5, after: int = 0) -> str:
     """The token at `position` with what leads up to it, on one line, the token itself in ‹ ›."""
     low, high = max(0, position - before), min(len(tokens), position + after + 1)
     lead = "".join(tokens[low:position])

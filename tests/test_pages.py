@@ -1,0 +1,463 @@
+"""Every page through streamlit's AppTest: the story, edits that survive, and bad input that becomes a sentence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+import headscope.engine
+from headscope.engine.config import HeadConfig
+from headscope.engine.model import LoadedModel
+from headscope.engine.patterns import AShape, BlockSparse, Dense
+from headscope.studio import exports, prompts, state, words
+from headscope.studio.lab import Lab
+from headscope.studio.state import View
+from tests.studio_toy import make_lab, toy
+
+ROOT = Path(str(headscope.engine.__file__)).resolve().parents[1]
+SESSION = "abcdefghij"
+NASTY = "<script>alert(1)</script> **bold** [link](http://example.org) $x$ :material/home: `code` " * 12
+
+
+@pytest.fixture
+def held(tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    made = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+def page(name: str, seen: View | None = None, **query: str) -> AppTest:
+    test = AppTest.from_file(str(ROOT / "pages" / f"{name}.py"), default_timeout=60)
+    if seen is not None:
+        test.session_state["view"] = seen
+    for key, value in query.items():
+        test.query_params[key] = value
+    return test.run()
+
+
+def run_now(held: Lab, prompt: prompts.Prompt | None = None, session: str = SESSION) -> str:
+    """A run made without a page."""
+    chosen = prompt or prompts.sample("prose")
+    job = held.worker.submit(
+        session, "run", "Run",
+        lambda context: held.run_prompt(context, "smollm2", chosen, False,
+                                        lambda facts: state.draft_of(held, session, facts).patterns),
+    )  # fmt: skip
+    assert job.finished.wait(60) and job.state == "done", job.error
+    job.seen = True
+    return job.result
+
+
+def wait(held: Lab, session: str = SESSION) -> None:
+    job = held.worker.latest(session)
+    assert job is not None and job.finished.wait(60), "the job did not end"
+
+
+def shown(test: AppTest) -> str:
+    """All text of a page."""
+    kinds = ("title", "subheader", "markdown", "caption", "text", "error", "warning", "info", "success", "code")
+    return "\n".join(str(item.value) for kind in kinds for item in test.get(kind)).replace("\u00a0", " ")
+
+
+def ok(test: AppTest) -> AppTest:
+    assert not test.exception, test.exception
+    return test
+
+
+def test_a_first_visit_has_a_sample_chosen_and_one_bright_button(held: Lab) -> None:
+    test = ok(page("heads"))
+    assert "What does every attention head lose?" in shown(test)
+    assert test.selectbox(key="model").value == "smollm2" and test.selectbox(key="sample").value == "code"
+    assert not test.button(key="run").disabled
+    primary = [button for button in test.button if button.proto.type == "primary"]
+    assert [button.key for button in primary] == ["run"]
+
+
+def test_run_opens_on_the_worst_head_and_the_numbers_are_the_engines(held: Lab) -> None:
+    seen = View(SESSION)
+    test = ok(page("heads", seen))
+    ok(test.button(key="run").click().run())
+    wait(held)
+    ok(test.run())
+    run = held.run(seen.run_id)
+    assert run is not None and run.row.tokens > 200
+    grid = held.grid(run.id, state.start_grid(run.facts))
+    values = {(one.layer, one.head): one.missed_mass_mean for row in grid for one in row}
+    worst = max(values, key=values.get)
+    assert (seen.layer, seen.head) == worst
+    assert f"Layer {worst[0]} · Head {worst[1]}" in shown(test)
+    metrics = {item.label: item.value.replace("\u00a0", " ") for item in test.metric}
+    assert metrics["misses, mean"] == words.percent(values[worst]).replace("\u00a0", " ")
+    assert test.query_params["run"] in (run.id, [run.id])
+
+
+def test_clicks_tables_and_buttons_all_lead_to_the_head(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held))
+    test = ok(page("heads", seen))
+    ok(test.selectbox(key="heads-layer").select(2).run())
+    ok(test.selectbox(key="heads-head").select(4).run())
+    assert "Layer 2 · Head 4" in shown(test)
+    ok(test.segmented_control(key="heads-order").set_value("by layer").run())
+    ok(test.button(key="heads-next").click().run())
+    assert "Layer 2 · Head 5" in shown(test)
+    assert test.button(key="heads-next").disabled
+    ok(test.button(key="heads-previous").click().run())
+    assert (seen.layer, seen.head) == (2, 4)
+
+
+@pytest.mark.parametrize("look", ["numbers and areas", "where the loss comes from", "GQA group", "missed places"])
+def test_every_panel_about_a_head_draws(held: Lab, look: str) -> None:
+    seen = View(SESSION, run_id=run_now(held), look=look, layer=1, head=3)
+    ok(page("heads", seen))
+
+
+@pytest.mark.parametrize("metric", ["missed_mass_worst", "end", "computed_density", "output_error"])
+def test_every_metric_draws(held: Lab, metric: str) -> None:
+    ok(page("heads", View(SESSION, run_id=run_now(held), metric=metric, logarithmic=False, crop=(100, 180))))
+
+
+def test_three_edits_in_a_row_all_survive_and_undo_takes_them_back(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
+    test = ok(page("tune", seen))
+    ok(test.segmented_control(key="kind").set_value("a-shape").run())
+    ok(test.number_input(key="budget-window").set_value(40).run())
+    ok(test.number_input(key="budget-sink").set_value(9).run())
+    run = held.run(seen.run_id)
+    draft = state.draft_of(held, SESSION, run.facts)
+    assert draft.patterns[1][2] == AShape(9, 40)
+    assert draft.title == "start + 3 edits"
+    again = ok(page("tune", View(SESSION, run_id=seen.run_id, layer=1, head=2)))
+    assert again.number_input(key="budget-window").value == 40 and again.number_input(key="budget-sink").value == 9
+    known = held.known(seen.run_id, 1, 2, AShape(9, 40))
+    metrics = {item.label: item.value for item in again.metric}
+    assert metrics["misses, mean"] == words.percent(known.missed_mass_mean)
+    ok(again.button(key="undo").click().run())
+    assert again.number_input(key="budget-sink").value == 4
+    ok(again.button(key="undo").click().run())
+    ok(again.button(key="undo").click().run())
+    assert again.button(key="undo").disabled
+    assert state.draft_of(held, SESSION, run.facts).changed == frozenset()
+
+
+def test_edit_switch_page_and_come_back(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=0, head=5)
+    ok(page("tune", seen).segmented_control(key="kind").set_value("block-sparse").run())
+    heads = ok(page("heads", seen))
+    assert "block-sparse 1 × 64" in shown(heads)
+    assert page("tune", seen).segmented_control(key="kind").value == "block-sparse"
+
+
+def test_a_pattern_spreads_to_group_layer_and_alike(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=4)
+    test = ok(page("tune", seen))
+    ok(test.segmented_control(key="kind").set_value("dense").run())
+    ok(test.button(key="scope-its group").click().run())
+    run = held.run(seen.run_id)
+    assert [p.kind for p in state.draft_of(held, SESSION, run.facts).patterns[1]] == ["vertical-slash"] * 3 + [
+        "dense"
+    ] * 3
+    ok(test.button(key="scope-its layer").click().run())
+    assert all(p == Dense() for p in state.draft_of(held, SESSION, run.facts).patterns[1])
+    ok(test.button(key="scope-same pattern").click().run())
+    assert all(p == Dense() for row in state.draft_of(held, SESSION, run.facts).patterns for p in row)
+    assert "keeps all of its attention" in shown(test)
+    ok(test.button(key="undo").click().run())
+    assert state.draft_of(held, SESSION, run.facts).patterns[0][0].kind == "vertical-slash"
+
+
+def test_budgets_as_shares_and_windows_and_a_budget_that_does_not_fit(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=1)
+    test = ok(page("tune", seen))
+    assert test.toggle(key="share").value, "the start is a share of the prompt"
+    ok(test.toggle(key="share").set_value(False).run())
+    ok(test.toggle(key="windowed").set_value(True).run())
+    pattern = state.draft_of(held, SESSION, held.run(seen.run_id).facts).patterns[1][1]
+    assert pattern.windows == 4
+    ok(test.toggle(key="windowed").set_value(False).run())
+    ok(test.number_input(key="budget-local").set_value(258).run())
+    assert "does not fit" in shown(test) and "local" in shown(test)
+    assert test.number_input(key="budget-local").value == 16
+
+
+def test_the_curve_and_the_reason_draw(held: Lab) -> None:
+    test = ok(page("tune", View(SESSION, run_id=run_now(held), layer=2, head=0)))
+    ok(test.button(key="curve").click().run())
+    ok(test.toggle(key="why").set_value(True).run())
+    assert any(text in shown(test) for text in ("More budget", "Another pattern", "More sampling", "The loss is small"))
+
+
+def test_the_whole_model_runs_with_the_draft(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=0, head=0)
+    test = ok(page("tune", seen))
+    ok(test.button(key="compare").click().run())
+    wait(held)
+    ok(test.run())
+    made = seen.extra["comparison"]
+    assert made.kl >= 0 and made.dense.ttft_ms > 0 and made.sparse.ttft_ms > 0
+    assert len(made.in_situ) == len(made.isolated) == 3
+    # Before the first sparse layer nothing differs, so its loss in place is its isolated one.
+    assert made.in_situ[0] == pytest.approx(made.isolated[0], abs=1e-5)
+    labels = {item.label for item in test.metric}
+    assert {"next-token KL", "TTFT, dense", "TTFT, sparse", "missed in situ, mean"} <= labels
+    assert held.store.latencies(seen.run_id)[0]["body"]["kl"] == made.kl
+
+
+def test_save_restore_diff_export_and_import(held: Lab, tmp_path: Path) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
+    ok(page("tune", seen).segmented_control(key="kind").set_value("a-shape").run())
+    test = ok(page("configs", seen))
+    ok(test.button(key="save").click().run())
+    assert "Give the version a name first" in shown(test)
+    ok(test.text_input(key="save-name").set_value("calm *start*").run())
+    ok(test.button(key="save").click().run())
+    assert "Saved as version 1" in shown(test)
+    stored = held.store.config(seen.version)
+    assert stored.name == "calm *start*" and stored.run_id == seen.run_id
+    evidence = stored.heads[1][2][1]["evidence"]
+    assert evidence["missed_mass_mean"] == held.known(seen.run_id, 1, 2, AShape(4, 75)).missed_mass_mean
+    run = held.run(seen.run_id)
+    assert state.draft_of(held, SESSION, run.facts).title == "v1 calm *start*"
+
+    ok(test.button(key="export").click().run())
+    wait(held)
+    ok(test.run())
+    assert "Good" in shown(test)
+    made = seen.extra["export"][1]
+    assert made.good and made.heads == 18 and made.largest_difference <= 1e-5
+    path = tmp_path / "out.json"
+    path.write_text(made.text)
+    loaded = HeadConfig.load(path)
+    assert loaded.patterns(1)[2] == AShape(4, 75) and loaded.check(run.facts) == []
+
+    ok(page("tune", seen).segmented_control(key="kind").set_value("dense").run())
+    test = ok(page("configs", seen))
+    ok(test.button(key="restore").click().run())
+    assert state.draft_of(held, SESSION, run.facts).patterns[1][2] == AShape(4, 75)
+    ok(page("tune", seen).button(key="undo").click().run())
+    assert state.draft_of(held, SESSION, run.facts).patterns[1][2] == Dense()
+
+    config = exports.read_import("out.json", path.read_bytes(), run.facts)
+    assert exports.grid_of(exports.save_imported(held, config, "back")) == exports.grid_of(stored)
+    ok(page("configs", seen))
+
+
+def test_an_export_whose_numbers_are_not_those_of_its_run_is_refused(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held))
+    run = held.run(seen.run_id)
+    stored, _ = exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, "honest", "")
+    _, notes = stored.heads[0][0]
+    notes["evidence"]["missed_mass_mean"] += 0.01
+    job = held.worker.submit("other", "export", "x", lambda context: exports.round_trip(held, context, stored, run))
+    assert job.finished.wait(60)
+    assert not job.result.good and "L0 H0" in job.result.problems[0]
+
+
+def test_a_restart_finds_run_capture_draft_and_version(
+    held: Lab, tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
+    ok(page("tune", seen).segmented_control(key="kind").set_value("a-shape").run())
+    run = held.run(seen.run_id)
+    stored, _ = exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, "kept", "")
+    before = held.known(seen.run_id, 1, 2, AShape(4, 75))
+    held.close()
+    again = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
+    test = ok(page("heads", None, s=SESSION, run=seen.run_id, layer="1", head="2"))
+    assert "Layer 1 · Head 2" in shown(test) and "a-shape 4 / 75" in shown(test)
+    assert again.known(seen.run_id, 1, 2, AShape(4, 75)) == before
+    assert again.store.config(stored.id) == stored
+    assert "kept" in shown(ok(page("configs", None, s=SESSION, run=seen.run_id)))
+    again.close()
+
+
+def test_a_lost_capture_is_said_and_the_numbers_stay(
+    held: Lab, tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = run_now(held)
+    held.close()
+    for item in (tmp_path / "captures" / run_id).iterdir():
+        item.unlink()
+    again = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
+    test = ok(page("heads", None, s=SESSION, run=run_id))
+    assert "run the prompt again" in shown(test) and "Mean of all heads" in shown(test)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {
+            "s": "../../etc",
+            "model": "/etc/passwd",
+            "prompt": "<b>",
+            "run": "x' OR 1=1",
+            "layer": "-1",
+            "head": "9" * 30,
+        },
+        {"metric": "__class__", "layer": "NaN", "run": "a" * 12},
+        {"layer": "9999", "head": "9999", "model": "gemma3-270m"},
+    ],
+)
+def test_links_are_checked(held: Lab, query: dict[str, str]) -> None:
+    test = ok(page("heads", None, **query))
+    seen = test.session_state["view"]
+    assert seen.model in ("smollm2", "gemma3-270m") and seen.metric == "missed_mass_mean" and seen.run_id == ""
+    assert len(seen.session) == 10
+
+
+def test_a_link_to_a_head_beyond_the_model_lands_inside_it(held: Lab) -> None:
+    run_id = run_now(held)
+    test = ok(page("heads", None, s=SESSION, run=run_id, layer="9999", head="9999"))
+    assert "Layer 2 · Head 5" in shown(test)
+
+
+@pytest.mark.parametrize(
+    ("text", "words_expected"),
+    [
+        ("", "blank"), ("   \n ", "blank"), ("short", "needs at least 8"), ("x" * 24 * 600, "positions"),
+        ("zero \0 byte " * 30, "zero"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_run_say_why(held: Lab, text: str, words_expected: str) -> None:
+    held.load("smollm2")
+    seen = View(SESSION, source="paste", pasted=text)
+    test = ok(page("heads", seen))
+    assert test.button(key="run").disabled
+    if text:
+        assert words_expected in shown(test)
+
+
+def test_uploads_that_cannot_run_say_why() -> None:
+    cases = {
+        b"\xff\xfe\x00h": "UTF-16", b"\x89PNG\r\n\x1a\n\x00": "zero", b"caf\xe9 " * 9: "UTF-8", b"": "empty",
+        b"a" * (9 * 2**20): "cut it first",
+    }  # fmt: skip
+    for data, expected in cases.items():
+        with pytest.raises(Exception, match=expected):
+            prompts.uploaded("file.txt", data)
+    assert prompts.uploaded("../../secret/<b>.txt", b"fine text").name == "<b>.txt"
+
+
+def test_a_prompt_full_of_markup_is_shown_as_it_is_and_logged_nowhere(
+    held: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        run_id = run_now(held, prompts.pasted(NASTY))
+        for look in ("missed places", "numbers and areas"):
+            test = ok(page("heads", View(SESSION, run_id=run_id, look=look)))
+        ok(page("tune", View(SESSION, run_id=run_id)))
+    assert "alert(1)" not in caplog.text
+    rendered = [str(item.value) for kind in ("markdown", "caption", "error", "html") for item in test.get(kind)
+                if hasattr(item, "value")]  # fmt: skip
+    assert not any("alert(1)" in text or "[link]" in text for text in rendered)
+
+
+def test_a_hostile_version_name_is_plain_text(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held))
+    run = held.run(seen.run_id)
+    exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, NASTY[:100], NASTY[:100])
+    for name in ("configs", "tune", "heads"):
+        test = ok(page(name, seen))
+        assert not any("<script>" in str(item.value) for kind in ("markdown", "caption") for item in test.get(kind))
+
+
+def test_cancel_mid_run_keeps_nothing(held: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    reached, go_on = threading.Event(), threading.Event()
+    kept = held.shelf.put
+
+    def slow(*args: object) -> bool:
+        reached.set()
+        go_on.wait(20)
+        return kept(*args)
+
+    monkeypatch.setattr(type(held.shelf), "put", lambda self, *args: slow(*args))
+    seen = View(SESSION)
+    test = ok(page("heads", seen))
+    ok(test.button(key="run").click().run())
+    job = held.worker.latest(SESSION)
+    assert reached.wait(60)
+    ok(test.run())
+    reload = ok(page("heads", None, s=SESSION))
+    assert reload.button(key=f"cancel-{job.id}"), "a reload in mid-run finds the run and its Cancel"
+    ok(reload.button(key=f"cancel-{job.id}").click().run())
+    assert job.stop.is_set()
+    go_on.set()
+    wait(held)
+    assert job.state == "cancelled"
+    assert held.store.runs() == []
+    assert "Cancelled" in shown(ok(test.run()))
+
+
+def test_two_tabs_share_draft_and_model_and_lose_no_edit(held: Lab) -> None:
+    run_id = run_now(held)
+    one = ok(page("tune", View(SESSION, run_id=run_id, layer=0, head=0)))
+    two = ok(page("tune", View(SESSION, run_id=run_id, layer=1, head=1)))
+    ok(one.segmented_control(key="kind").set_value("dense").run())
+    ok(two.segmented_control(key="kind").set_value("block-sparse").run())
+    patterns = state.draft_of(held, SESSION, held.run(run_id).facts).patterns
+    assert patterns[0][0] == Dense() and isinstance(patterns[1][1], BlockSparse)
+
+
+def test_a_database_that_cannot_be_opened_is_said_and_nothing_is_lost(
+    tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "studio.duckdb"
+    path.write_bytes(b"this is no database" * 100)
+    held = make_lab(toy(tiny_llama), tmp_path, monkeypatch, path)
+    seen = View(SESSION, run_id=run_now(held), layer=0, head=1)
+    test = ok(page("tune", seen))
+    assert "studio.duckdb is damaged" in shown(test)
+    ok(test.segmented_control(key="kind").set_value("dense").run())
+    path.rename(tmp_path / "moved-away")
+    ok(test.button(key="reopen").click().run())
+    assert held.problem == "" and "damaged" not in shown(ok(test.run()))
+    run = held.run(seen.run_id)
+    stored, _ = exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, "rescued", "")
+    held.close()
+    from headscope.studio.store import Store
+
+    store = Store(path)
+    assert exports.grid_of(store.config(stored.id))[0][1] == Dense()
+    assert store.run(seen.run_id) is not None and len(store.measurements(seen.run_id)) >= 18
+    store.close()
+
+
+def test_a_save_that_fails_says_so_and_the_draft_stays(held: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headscope.studio.errors import StoreError
+
+    seen = View(SESSION, run_id=run_now(held), layer=0, head=1)
+    ok(page("tune", seen).segmented_control(key="kind").set_value("dense").run())
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("The disk is full, so nothing was saved: free some space and save again, the draft is kept.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held.store, "save_config", full)
+        test = ok(page("configs", seen))
+        ok(test.text_input(key="save-name").set_value("x").run())
+        ok(test.button(key="save").click().run())
+        assert "disk is full" in shown(test) and "untouched" in shown(test)
+    assert state.draft_of(held, SESSION, held.run(seen.run_id).facts).patterns[0][1] == Dense()
+    ok(test.button(key="save").click().run())
+    assert "Saved as version 1" in shown(test)
+
+
+@pytest.mark.parametrize("name", ["tune", "configs"])
+def test_pages_without_a_run_say_what_to_do(held: Lab, name: str) -> None:
+    assert "Heads page" in shown(ok(page(name)))
+
+
+def test_an_import_for_another_model_lists_all_reasons(held: Lab) -> None:
+    run = held.run(run_now(held))
+    config = HeadConfig.uniform({**run.facts.to_dict(), "layers": 4, "layer_types": ["full_attention"] * 4,
+                                 "fingerprint": "0" * 64}, Dense())  # fmt: skip
+    with pytest.raises(Exception, match=r"(?s)layers.*weights|weights.*layers"):
+        exports.read_import("other.json", config.to_json().encode(), run.facts)
+    with pytest.raises(Exception, match="JSON"):
+        exports.read_import("x.json", b"{", run.facts)
