@@ -208,8 +208,8 @@ def _online(theme: Theme) -> None:
     with left:
         st.markdown(
             f"This head has {N} rows with topics in blocks. Its last rows also need **one single key**, number "
-            f"{NEEDLE}, whose neighbours they dislike. Averaging the block first drowns that key in its neighbours; the "
-            "softmax would have let it win. Pooling and multiplying can change places, softmax and pooling cannot."
+            f"{NEEDLE}, whose neighbours they dislike. Averaging the block first drowns that key in its "
+            "neighbours; the softmax would have let it win. Pooling and multiplying can change places, softmax and pooling cannot."
         )
         block = int(parts.choice("Block size b", ["8", "4", "16"], "blocks-size"))
         k = parts.slider("Key blocks kept per query block, k", 1, 6, 2, "blocks-k")

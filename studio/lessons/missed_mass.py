@@ -134,8 +134,8 @@ def show(theme: Theme) -> None:
     st.markdown(
         "A **sharp** row lives from few keys: keep those, and nearly nothing is lost. A **flat** row spreads its "
         "weight thin: the same budget drops many small weights, and their sum is not small. But sharpness is no "
-        "promise: let the best key lie where the pattern does not look, and the sharp row loses everything. That is why the studio "
-        "shows the worst row beside the mean."
+        "promise: let the best key lie where the pattern does not look, and the sharp row loses everything. That is "
+        "why the studio shows the worst row beside the mean."
     )
     gone, stays = lesson(4.0, PLACES["key 12"], 4), lesson(0.25, PLACES["key 12"], 4)
     parts.check(

@@ -187,8 +187,8 @@ def show(theme: Theme) -> None:
             )
     st.caption(
         f"At first: {EXAMPLE.dense_ms:.0f} ms of which {EXAMPLE.attention_ms:.0f} ms are attention. Sparse attention "
-        f"takes {EXAMPLE.sparse_ms:.0f} ms and its index {EXAMPLE.index_ms:.1f} ms: {EXAMPLE.speedup:.2f} times as fast, "
-        f"not {EXAMPLE.kernel_speedup:.0f} times."
+        f"takes {EXAMPLE.sparse_ms:.0f} ms and its index {EXAMPLE.index_ms:.1f} ms: {EXAMPLE.speedup:.2f} times as "
+        f"fast, not {EXAMPLE.kernel_speedup:.0f} times."
     )
     _measured()
     parts.check(
