@@ -194,6 +194,9 @@ class Lab:
         )  # fmt: skip
         context.step(2 * layers, 2 * layers, "Keeping the capture")
         stored = self.shelf.put(row.id, taken, capture_bytes(loaded.facts, encoded.tokens, loaded.dtype.itemsize))
+        if context.cancelled:
+            self.shelf.drop(row.id)
+            context.check()
         run = Run(row, prompt.name, encoded.pieces, loaded.facts, stored)
         with self._lock:
             self._captures.keep(row.id, taken)

@@ -65,6 +65,10 @@ class Shelf:
             return False
         return True
 
+    def drop(self, run_id: str) -> None:
+        """Takes a capture away."""
+        shutil.rmtree(self.path(run_id), ignore_errors=True)
+
     def used(self) -> int:
         """Bytes that captures take now."""
         return sum(_bytes(entry) for entry in self._entries())
