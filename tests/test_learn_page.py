@@ -1,0 +1,186 @@
+"""The learn page as a person meets it: its numbers, read off the page, against the article's."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from headscope.studio.lessons.chapters import CHAPTERS
+
+PAGE = Path(__file__).resolve().parent.parent / "pages" / "learn.py"
+
+
+def page(chapter: int | str, **state: object) -> AppTest:
+    """The page with one chapter open, run once."""
+    at = AppTest.from_file(PAGE, default_timeout=60)
+    at.query_params["chapter"] = str(chapter)
+    for key, value in state.items():
+        at.session_state[key.replace("_", "-")] = value
+    return at.run()
+
+
+def value(at: AppTest, label: str) -> str:
+    """The number shown under a label."""
+    return next(metric.value for metric in at.metric if metric.label == label)
+
+
+def floats(text: str) -> tuple[float, ...]:
+    """All numbers in a text."""
+    return tuple(float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", text))
+
+
+def answer(at: AppTest) -> str:
+    """What the expander under the question holds."""
+    return next(one for one in at.expander if one.label == "Show the answer").markdown[0].value
+
+
+@pytest.mark.parametrize("chapter", [one.number for one in CHAPTERS])
+def test_every_chapter_opens_with_formula_source_picture_and_question(chapter: int) -> None:
+    at = page(chapter)
+    assert not at.exception
+    assert at.header[0].value == f"{chapter} · {CHAPTERS[chapter - 1].title}"
+    assert len(at.latex) == 1
+    assert any("2407.02490" in caption.value for caption in at.caption)
+    assert len(at.get("plotly_chart")) >= 1
+    assert answer(at)
+
+
+@pytest.mark.parametrize("text", ["0", "11", "-3", "three", "１"])
+def test_an_address_that_names_no_chapter_opens_the_first(text: str) -> None:
+    assert page(text).header[0].value.startswith("1 ·")
+
+
+def test_rerunning_any_chapter_is_quick() -> None:
+    # Processor time, so that a busy machine does not decide.
+    for chapter in CHAPTERS:
+        at = page(chapter.number)
+        began = time.process_time()
+        at.run()
+        assert time.process_time() - began < 2, f"chapter {chapter.number}"
+
+
+def test_dense_cells() -> None:
+    at = page(1)
+    assert value(at, "cells the engine counts") == value(at, "n (n + 1) / 2") == "78"
+    at.slider(key="dense-n").set_value(8).run()
+    assert value(at, "cells the engine counts") == "36"
+
+
+def test_a_shape_reads_21_cells() -> None:
+    at = page(2)
+    assert value(at, "cells") == "21"
+    at.slider(key="ashape-window").set_value(8).run()
+    assert value(at, "cells") == "36"
+
+
+def test_query_6_by_hand() -> None:
+    at = page(3)
+    assert value(at, "row 6 reads") == "{1, 4, 6}"
+    assert floats(value(at, "weights")) == pytest.approx((0.422, 0.155, 0.422), abs=1e-9)
+    assert floats(value(at, "output")) == pytest.approx((1.266, 0.732), abs=2e-3)
+    assert any("(1.266, 0.732)" in caption.value and "rounds" in caption.value for caption in at.caption)
+    assert "1,536" in answer(at)
+
+
+def test_buttons_change_what_row_6_reads() -> None:
+    at = page(3)
+    at.pills(key="vslash-columns").set_value([1, 3]).run()
+    assert value(at, "row 6 reads") == "{1, 3, 4, 6}"
+    at.pills(key="vslash-distances").set_value([]).run()
+    assert value(at, "row 6 reads") == "{1, 3}"
+    at.pills(key="vslash-columns").set_value([]).run()
+    assert not at.exception
+    assert any("reads nothing" in info.value for info in at.info)
+
+
+def test_forgetting_to_de_duplicate_is_shown_to_be_wrong() -> None:
+    at = page(3)
+    at.toggle(key="vslash-forget").set_value(True).run()
+    assert any("nothing is read twice" in info.value for info in at.info)
+    next(button for button in at.button if button.label.startswith("Add column 6")).click().run()
+    assert value(at, "row 6 reads").count("6") == 2
+    assert at.error and at.error[0].value.startswith("Wrong.")
+    assert "(1.267, 0.733)" in at.error[0].value
+
+
+def test_a_row_near_the_start_has_its_far_distance_cut() -> None:
+    at = page(3)
+    at.slider(key="vslash-row").set_value(1).run()
+    assert value(at, "row 1 reads") == "{1}"
+    assert any("1 − 2 = -1" in caption.value for caption in at.caption)
+
+
+def test_block_drawing() -> None:
+    at = page(4)
+    assert value(at, "cells read") == "20"
+    assert "20 cells" in answer(at)
+
+
+def test_stepping_through_tiles_ends_at_the_softmax() -> None:
+    at = page(5)
+    for _ in range(2):
+        at.button(key="online-next").click().run()
+    assert at.button(key="online-next").disabled
+    whole = next(caption.value for caption in at.caption if caption.value.startswith("Merging the tiles"))
+    merged_x, merged_y, x, y = floats(whole)[2:]
+    assert (merged_x, merged_y) == pytest.approx((x, y), abs=1e-6)
+    assert floats(value(at, "output p / l")) == pytest.approx((x, y), abs=1e-3)
+
+
+def test_moving_the_sampled_rows_finds_the_early_key() -> None:
+    at = page(6)
+    assert value(at, "columns") == "{0}"
+    assert any("**lost**" in text.value for text in at.markdown)
+    at.slider(key="est8-rows").set_value(3).run()
+    assert value(at, "columns") == "{3}"
+    assert any("**kept**" in text.value for text in at.markdown)
+
+
+def test_two_chapters_open_without_a_model() -> None:
+    at = page(6)
+    at.segmented_control(key="est-prompt").set_value("two chapters").run()
+    assert not at.exception
+    assert "27" in value(at, "columns")
+    at.segmented_control(key="est48-where").set_value("spread").run()
+    assert {"6", "27"} <= set(re.findall(r"\d+", value(at, "columns")))
+
+
+def test_tiles_never_compute_less_than_was_asked() -> None:
+    at = page(7)
+    asked = value(at, "requested")
+    for width in ("1", "2", "4", "16"):
+        at.segmented_control(key="tiles-width").set_value(width).run()
+        assert value(at, "requested") == asked
+        assert int(value(at, "computed").replace(",", "")) >= int(asked.replace(",", ""))
+
+
+def test_captured_mass_from_two_lses() -> None:
+    at = page(8)
+    assert value(at, "captured = exp(difference)") == value(at, "kept weights added up")
+
+
+def test_the_layer_is_2_86_times_as_fast() -> None:
+    at = page(9)
+    assert value(at, "speed-up") == "2.86×"
+    assert value(at, "ceiling 1 / (1 − f)") == "5.00×"
+    assert value(at, "kernel alone") == "8.0×"
+
+
+def test_a_guess_is_judged_by_the_computed_answer() -> None:
+    at = page(9)
+    at.number_input(key="time-guess").set_value(8).run()
+    assert not at.success
+    at.number_input(key="time-guess").set_value(5).run()
+    assert at.success
+
+
+def test_real_heads_say_what_to_do_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSCOPE_CACHE", str(tmp_path))
+    at = page(10)
+    assert not at.exception
+    assert any("headscope fetch smollm2" in info.value for info in at.info)
+    assert not any(button.key == "real-run" for button in at.button)
