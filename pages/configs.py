@@ -18,9 +18,6 @@ from headscope.studio.store import ConfigRow
 
 def main() -> None:
     held, seen = widgets.page("Configs")
-    ended = widgets.finished(held, seen)
-    if ended is not None and ended.kind == "export":
-        seen.extra["export"] = (ended.title, ended.result)
     run = state.current_run(held, seen)
     state.keep_link(seen, run)
     draft = None if run is None else state.draft_of(held, seen.session, run.facts)
@@ -138,10 +135,13 @@ def one_version(
             "Check the export", key="export", icon=":material/fact_check:", disabled=job is not None and job.open,
             help="Writes the file, loads it with the engine, measures every head again and compares",
         ):  # fmt: skip
-            evidence_run = None if row.run_id is None else held.run(row.run_id)
-            held.worker.submit(
-                seen.session, "export", row.id, lambda context: exports.round_trip(held, context, row, evidence_run)
-            )
+            try:
+                evidence_run = None if row.run_id is None else held.run(row.run_id)
+                held.worker.submit(
+                    seen.session, "export", row.id, lambda context: exports.round_trip(held, context, row, evidence_run)
+                )
+            except HeadscopeError as error:
+                seen.notice = str(error)
             st.rerun()
     widgets.progress(held, seen)
     checked = seen.extra.get("export")

@@ -19,15 +19,13 @@ from headscope.studio.theme import GLYPHS
 
 def main() -> None:
     held, seen = widgets.page("Heads")
-    ended = widgets.finished(held, seen)
-    if ended is not None and ended.kind == "run":
-        seen.run_id, seen.extra["fresh"] = ended.result, True
     run = state.current_run(held, seen)
     state.keep_link(seen, run)
     if run is None:
         setup.first_visit(held, seen)
         return
     draft = state.draft_of(held, seen.session, run.facts)
+    state.land(held, seen, run, draft)
     widgets.strip(run, draft)
     with st.expander("Another prompt or model", icon=":material/edit_note:"):
         setup.choose(held, seen)
@@ -53,9 +51,6 @@ def results(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     elif missing:
         setup.measure_missing(held, seen, run, missing)
     values = widgets.metric_grid(grid, seen.metric)
-    if seen.extra.pop("fresh", False):
-        seen.go(*state.worst_order(widgets.metric_grid(grid, "missed_mass_mean"))[0])
-        state.keep_link(seen, run)
     left, right = st.columns([5, 8], gap="large")
     with left:
         overview(seen, run, draft, values, grid)

@@ -21,9 +21,6 @@ from headscope.studio.theme import GLYPHS
 
 def main() -> None:
     held, seen = widgets.page("Tune")
-    ended = widgets.finished(held, seen)
-    if ended is not None and ended.kind == "compare":
-        seen.extra["comparison"] = ended.result
     run = state.current_run(held, seen)
     state.keep_link(seen, run)
     if run is None:
@@ -33,6 +30,7 @@ def main() -> None:
             st.switch_page("pages/heads.py")
         return
     draft = state.draft_of(held, seen.session, run.facts)
+    state.land(held, seen, run, draft)
     widgets.strip(run, draft)
     left, right = st.columns([4, 9], gap="large")
     with left, st.container(key="controls"):

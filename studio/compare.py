@@ -52,6 +52,7 @@ class Comparison:
     isolated: tuple[float, ...]
     layers: tuple[int, ...]
     title: str
+    run_id: str
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the texts."""
@@ -65,9 +66,7 @@ class Comparison:
 def compare(held: Lab, context: Context, run: Run, grid: Grid, title: str) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
     loaded = held.load(run.row.model, context)
-    stored = held.store.prompt(run.row.prompt_sha256)
-    text = stored["text"] if stored is not None else ""
-    ids = prompts.encode(loaded, text, run.row.chat_template).ids.to(loaded.device)
+    ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
     heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
     config = HeadConfig(run.facts.to_dict(), {}, TILES_VERSION, held.estimator, heads)
     layers = run.facts.layers
@@ -100,7 +99,7 @@ def compare(held: Lab, context: Context, run: Run, grid: Grid, title: str) -> Co
         dense=dense, sparse=sparse, kl=max(0.0, float((first.exp() * (first - second)).sum())),
         same_first=bool(first.argmax() == second.argmax()), top_dense=_top(loaded, first),
         top_sparse=_top(loaded, second), in_situ=tuple(found.values()), isolated=tuple(isolated),
-        layers=tuple(found), title=title,
+        layers=tuple(found), title=title, run_id=run.id,
     )  # fmt: skip
     _remember(held, run, made)
     return made

@@ -43,9 +43,9 @@ class Job:
     words: str = ""
     result: Any = field(default=None, repr=False)
     error: str = ""
+    warning: str = ""
     started: float = 0.0
     ended: float = 0.0
-    seen: bool = False
     stop: threading.Event = field(default_factory=threading.Event, repr=False)
     finished: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -91,6 +91,10 @@ class Context:
         """Changes the words alone."""
         self._job.words = words
         self.check()
+
+    def warn(self, words: str) -> None:
+        """Something that the person must know although the work went on."""
+        self._job.warning = words
 
     def check(self) -> None:
         """Raises `Cancelled` if the person asked to stop."""

@@ -197,16 +197,24 @@ class Lab:
         if context.cancelled:
             self.shelf.drop(row.id)
             context.check()
-        run = Run(row, prompt.name, encoded.pieces, loaded.facts, stored)
+        run = Run(row, prompt.name, prompt.text, encoded.pieces, loaded.facts, stored)
         with self._lock:
             self._captures.keep(row.id, taken)
             self._runs.keep(row.id, run)
             for measurement in found:
                 self._known.keep(_known_key(row.id, measurement), measurement)
-        self.store.add_model(loaded.fingerprint, name, loaded.facts.to_dict())
-        self.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
-        self.store.add_run(row, [measurement.to_dict() for measurement in found])
+        try:
+            self.store.add_model(loaded.fingerprint, name, loaded.facts.to_dict())
+            self.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
+            self.store.add_run(row, [measurement.to_dict() for measurement in found])
+        except StoreError as error:
+            context.warn(f"{error} The run is open and can be tuned, but a restart will not find it.")
         return row.id
+
+    def has_run(self, run_id: str) -> bool:
+        """Whether a run can be had without loading anything."""
+        with self._lock:
+            return run_id in self._runs
 
     def run(self, run_id: str) -> Run | None:
         """A run, from memory or the store. Needs its model's tokenizer, so it loads the model on the worker."""
@@ -222,7 +230,7 @@ class Lab:
         if loaded.fingerprint != row.fingerprint:
             raise HeadscopeError(f"The model {row.model} has other weights now than in this run: run the prompt again.")
         encoded = prompts.encode(loaded, prompt["text"], row.chat_template)
-        run = Run(row, prompt["name"], encoded.pieces, loaded.facts, self.shelf.has(run_id))
+        run = Run(row, prompt["name"], prompt["text"], encoded.pieces, loaded.facts, self.shelf.has(run_id))
         with self._lock:
             for body in self.store.measurements(run_id):
                 measurement = measurement_from_dict(body)

@@ -42,6 +42,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             id VARCHAR PRIMARY KEY, model VARCHAR NOT NULL, config_id VARCHAR, settings JSON NOT NULL,
             summary JSON NOT NULL, created_at TIMESTAMP NOT NULL)""",
     ),
+    (
+        """CREATE TABLE search_measurements (
+            search_id VARCHAR NOT NULL, prompt_sha256 VARCHAR NOT NULL, layer INTEGER NOT NULL, head INTEGER NOT NULL,
+            candidate INTEGER NOT NULL, missed_mass_mean DOUBLE, missed_mass_worst DOUBLE,
+            missed_mass_worst_row INTEGER, missed_mass_p99 DOUBLE, missed_mass_start DOUBLE, missed_mass_middle DOUBLE,
+            missed_mass_end DOUBLE, output_error DOUBLE, output_cosine DOUBLE, requested_pairs BIGINT,
+            computed_pairs BIGINT, tile_cells BIGINT)""",
+    ),
 )
 
 VERSION = len(MIGRATIONS)

@@ -27,10 +27,11 @@ METRICS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt on one model: the row in the store, the prompt's name and tokens, the model's facts."""
+    """One prompt on one model: the row in the store, the prompt's name, text and tokens, the model's facts."""
 
     row: RunRow
     prompt_name: str
+    text: str
     pieces: tuple[str, ...]
     facts: ModelFacts
     stored: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -57,6 +58,8 @@ class View:
     good_news: str = ""
     last_click: tuple[int, int] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    born: float = field(default_factory=time.monotonic)
 
     def go(self, layer: int, head: int) -> None:
         """Looks at another head."""
@@ -137,7 +140,11 @@ def current_run(held: Lab, seen: View) -> Run | None:
     if not seen.run_id:
         return None
     try:
-        run = held.run(seen.run_id)
+        if held.has_run(seen.run_id):
+            run = held.run(seen.run_id)
+        else:
+            with st.spinner("Opening the run"):
+                run = held.run(seen.run_id)
     except HeadscopeError as error:
         seen.notice, seen.run_id = str(error), ""
         return None
@@ -174,6 +181,16 @@ def bind(key: str, value: T, write: Callable[[T], None]) -> dict[str, Any]:
     """Arguments that tie a widget to the view: its key, set to `value` now, and a callback that writes back."""
     st.session_state[key] = value
     return {"key": key, "on_change": lambda: write(st.session_state[key])}
+
+
+def land(held: Lab, seen: View, run: Run, draft: Draft) -> None:
+    """Looks at the worst head when a run was just made or opened."""
+    if seen.extra.pop("fresh", False):
+        grid = held.grid(run.id, draft.patterns)
+        values = [[float("nan") if one is None else one.missed_mass_mean for one in row] for row in grid]
+        seen.go(*worst_order(values)[0])
+        seen.last_click = None
+        keep_link(seen, run)
 
 
 def worst_order(values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:

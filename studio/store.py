@@ -202,13 +202,36 @@ class Store:
         rows = self._rows("SELECT * FROM latencies WHERE run_id = ? ORDER BY rowid DESC", [run_id])
         return [row | {"body": json.loads(row["body"])} for row in rows]
 
-    def add_search(self, model: str, config_id: str | None, settings: dict[str, Any], summary: dict[str, Any]) -> str:
-        """A finished pattern search; returns its id."""
+    def add_search(
+        self,
+        model: str,
+        config_id: str | None,
+        settings: dict[str, Any],
+        summary: dict[str, Any],
+        rows: pl.DataFrame | None = None,
+    ) -> str:
+        """A finished pattern search and its measurements, in one transaction; returns its id.
+
+        `rows` has the columns of the table search_measurements without its first.
+        """
         row_id = new_id()
         with self._transaction() as cursor:
             values = [row_id, model, config_id, json.dumps(settings), json.dumps(summary), now()]
             cursor.execute("INSERT INTO searches VALUES (?, ?, ?, ?, ?, ?)", values)
+            if rows is not None:
+                cursor.register("search_rows", rows.to_arrow())
+                cursor.execute(
+                    "INSERT INTO search_measurements BY NAME SELECT ? AS search_id, * FROM search_rows", [row_id]
+                )
+                cursor.unregister("search_rows")
         return row_id
+
+    def search_rows(self, search_id: str) -> pl.DataFrame:
+        """The measurements of a search, by prompt, layer, head and candidate."""
+        query = """SELECT * EXCLUDE (search_id) FROM search_measurements WHERE search_id = ?
+                   ORDER BY prompt_sha256, layer, head, candidate"""
+        with self._connection.cursor() as cursor:
+            return cursor.sql(query, params=[search_id]).pl()
 
     def searches(self, limit: int = 50) -> list[dict[str, Any]]:
         """Finished searches, newest first."""

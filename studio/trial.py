@@ -36,7 +36,7 @@ def whole_model(held: Lab, seen: View, run: Run, draft: Draft) -> None:
             "place. Decoding is dense in both."
         )
     made = seen.extra.get("comparison")
-    if isinstance(made, Comparison):
+    if isinstance(made, Comparison) and made.run_id == run.id:
         show(made)
 
 

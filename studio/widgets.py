@@ -59,6 +59,7 @@ def page(title: str) -> tuple[Lab, View]:
     if seen.good_news:
         st.success(words.plain_markdown(seen.good_news))
         seen.good_news = ""
+    finished(held, seen)
     return held, seen
 
 
@@ -124,19 +125,29 @@ def progress(held: Lab, seen: View) -> Job | None:
     return job
 
 
-def finished(held: Lab, seen: View) -> Job | None:
-    """This session's last job, once, when it has ended; failures and cancels are said on the way."""
+def finished(held: Lab, seen: View) -> None:
+    """Takes what this session's last job brought, once a tab, on whatever page it ends; failures are said.
+
+    A tab that was opened after the job had ended takes its run only if its link names none.
+    """
     job = held.worker.latest(seen.session)
-    if job is None or job.open or job.seen:
-        return None
-    job.seen = True
+    if job is None or job.open or job.id in seen.told:
+        return
+    seen.told.add(job.id)
+    if job.ended < seen.born and (job.state != "done" or seen.run_id):
+        return
+    if job.warning:
+        st.warning(words.plain_markdown(job.warning))
     if job.state == "failed":
         st.error(words.plain_markdown(job.error))
-        return None
-    if job.state == "cancelled":
+    elif job.state == "cancelled":
         st.info("Cancelled: nothing of that run was kept, and what you had is unchanged.")
-        return None
-    return job
+    elif job.kind == "run":
+        seen.run_id, seen.extra["fresh"] = job.result, True
+    elif job.kind == "compare":
+        seen.extra["comparison"] = job.result
+    elif job.kind == "export":
+        seen.extra["export"] = (job.title, job.result)
 
 
 def head_picker(seen: View, run: Run, order: Sequence[tuple[int, int]], key: str) -> None:

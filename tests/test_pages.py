@@ -48,7 +48,6 @@ def run_now(held: Lab, prompt: prompts.Prompt | None = None, session: str = SESS
                                         lambda facts: state.draft_of(held, session, facts).patterns),
     )  # fmt: skip
     assert job.finished.wait(60) and job.state == "done", job.error
-    job.seen = True
     return job.result
 
 

@@ -1,0 +1,271 @@
+"""A search in the studio: started as a job, kept as rows, moved to another target from the store alone.
+
+No streamlit here. The engine's run folder lies beside the database, named by what is searched, so that a search that
+was cancelled or killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from headscope.engine import files, search_cost
+from headscope.engine.config import HeadConfig
+from headscope.engine.errors import ConfigError, HeadscopeError
+from headscope.engine.estimator import Estimator
+from headscope.engine.inspection import hardware, versions
+from headscope.engine.search import choose, measure, summary, to_config
+from headscope.engine.search_check import Checked, check_prompt
+from headscope.engine.search_cost import CostModel
+from headscope.engine.search_front import Front
+from headscope.engine.search_grid import FORMAT as GRID_FORMAT
+from headscope.engine.search_grid import Grid
+from headscope.engine.search_measure import STATS, SearchError, SearchPrompt, Settings, Step
+from headscope.engine.search_source import ModelSource, encode_prompts
+from headscope.engine.search_table import Allocation, Table, Target, allocate, fronts
+from headscope.studio import prompts as texts
+from headscope.studio.draft import Draft
+from headscope.studio.draft import Grid as Patterns
+from headscope.studio.jobs import Context
+from headscope.studio.lab import Lab
+from headscope.studio.store import data_dir, now
+
+COLUMNS = {
+    "mean": "missed_mass_mean", "worst": "missed_mass_worst", "worst_row": "missed_mass_worst_row",
+    "p99": "missed_mass_p99", "start": "missed_mass_start", "middle": "missed_mass_middle", "end": "missed_mass_end",
+    "output_error": "output_error", "output_cosine": "output_cosine", "requested_pairs": "requested_pairs",
+    "computed_pairs": "computed_pairs", "tile_cells": "tile_cells",
+}  # fmt: skip
+"""The engine's names of stored figures and the database's."""
+
+WHOLE = ("worst_row", "requested_pairs", "computed_pairs", "tile_cells")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a person asked for: samples by name, the length they are cut to (None: whole), the candidates."""
+
+    model: str
+    samples: tuple[str, ...]
+    tokens: int | None
+    grid: Grid
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A stored search, ready for any target. `made` are the fronts under the default metric."""
+
+    id: str
+    model: str
+    plan: dict[str, Any]
+    facts: dict[str, Any]
+    settings: Settings
+    table: Table
+    cost: CostModel
+    made: list[Front]
+
+    def allocate(self, target: Target) -> Allocation:
+        """The choice at a target; arithmetic on stored numbers."""
+        same = target.metric == "mean" and target.weight == "none"
+        return allocate(self.table, self.cost, target, self.made if same else None)
+
+    def config(self, allocation: Allocation, target: Target) -> HeadConfig:
+        """The head config of a choice, with its evidence."""
+        return to_config(allocation, self.table, self.cost, target, self.settings, self.facts)
+
+
+def parse_grid(text: str) -> Grid:
+    """Candidates as a person edited them: a grid file, or one candidate a line. ConfigError says what is wrong."""
+    stripped = text.strip()
+    if stripped.startswith("{") and '"format"' in stripped:
+        value = files.parse_json(stripped.encode("utf-8", "replace"), "The candidates")
+        if not isinstance(value, dict) or value.get("format") != GRID_FORMAT:
+            raise ConfigError(f'The candidates: a grid has "format": "{GRID_FORMAT}".')
+        return Grid.from_list(value.get("candidates"), "The candidates")
+    entries = []
+    for number, line in enumerate(stripped.splitlines(), start=1):
+        if line.strip():
+            entries.append(files.parse_json(line.strip().rstrip(",").encode("utf-8", "replace"), f"Line {number}"))
+    return Grid.from_list(entries, "The candidates")
+
+
+def grid_text(grid: Grid) -> str:
+    """One candidate a line, as `parse_grid` reads it."""
+    return "\n".join(json.dumps(entry) for entry in grid.to_list())
+
+
+def folder_of(plan: Plan, fingerprint: str, estimator: Estimator) -> Path:
+    """The run folder: the same search again finds what was measured before."""
+    words = [plan.model, fingerprint, plan.grid.digest(), estimator.to_dict(), plan.chat]
+    return data_dir() / "searches" / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+
+
+def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
+    """A job: measure, store the rows, store the winner as a version. The search's id."""
+    loaded = held.load(plan.model, context)
+    prompts = calibration(held, plan)
+    source = ModelSource(loaded)
+    settings = Settings(source.layers(None), plan.grid, held.estimator)
+    folder = folder_of(plan, loaded.fingerprint, held.estimator)
+
+    def told(step: Step) -> None:
+        context.step(step.done, step.total, f"{step.words}, about {_span(step.seconds_left)} left")
+
+    facts = loaded.facts.to_dict()
+    results = measure(source, prompts, settings, folder, facts=facts, progress=told, cancel=lambda: context.cancelled)
+    context.step(1, 1, "Choosing")
+    place = hardware(loaded.device)
+    cost = search_cost.fit(results, plan.grid, {"hardware": place, "versions": versions()})
+    result = choose(results, settings, target, folder, facts, cost, place)
+    from headscope.studio.exports import save_imported
+
+    held.store.add_model(loaded.fingerprint, plan.model, facts)
+    stored = save_imported(held, result.config, f"search {now():%Y-%m-%d %H:%M}")
+    kept = {
+        "plan": {"samples": list(plan.samples), "tokens": plan.tokens, "chat": plan.chat},
+        "facts": facts,
+        "layers": list(settings.layers),
+        "candidates": plan.grid.to_list(),
+        "estimator": held.estimator.to_dict(),
+        "prompts": [dict(prompt) for prompt in result.table.prompts],
+        "dense_ms": result.table.dense_ms.tolist(),
+        "cost": cost.to_dict(),
+        "target": target.to_dict(),
+    }
+    return held.store.add_search(plan.model, stored.id, files.plain(kept), result.summary, rows_of(result.table))
+
+
+def calibration(held: Lab, plan: Plan) -> list[SearchPrompt]:
+    """The chosen samples as token ids. On the worker's thread, once the model is loaded."""
+    loaded = held.load(plan.model)
+    chosen = {name: texts.sample(name) for name in plan.samples}
+    known = texts.samples()
+    if not chosen:
+        raise SearchError("Choose at least one calibration prompt; three of different kinds are a good start.")
+    for prompt in chosen.values():
+        held.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
+    return encode_prompts(
+        loaded,
+        {name: prompt.text for name, prompt in chosen.items()},
+        {name: known[name].kind for name in chosen},
+        plan.tokens,
+        plan.chat,
+    )
+
+
+def rows_of(table: Table) -> pl.DataFrame:
+    """Every figure of a table as rows, in the columns of the database."""
+    prompts, layers, heads, candidates = table.stats["mean"].shape
+    index = np.indices((prompts, layers, heads, candidates)).reshape(4, -1)
+    columns: dict[str, Any] = {
+        "prompt_sha256": [table.prompts[at]["key"] for at in index[0]],
+        "layer": np.array(table.layers, dtype=np.int32)[index[1]],
+        "head": index[2].astype(np.int32),
+        "candidate": index[3].astype(np.int32),
+    }
+    for name in STATS:
+        values = table.stats[name].reshape(-1)
+        columns[COLUMNS[name]] = values.astype(np.int64) if name in WHOLE else values
+    return pl.DataFrame(columns)
+
+
+def load_search(held: Lab, row: dict[str, Any]) -> Found:
+    """A stored search from its rows. StoreError or SearchError if the rows are not all there."""
+    kept = row["settings"]
+    grid = Grid.from_list(kept["candidates"], "The stored search")
+    settings = Settings(tuple(kept["layers"]), grid, Estimator.from_dict(kept["estimator"]))
+    heads = int(kept["facts"]["query_heads"])
+    shape = (len(kept["prompts"]), len(settings.layers), heads, len(grid))
+    frame = held.store.search_rows(row["id"])
+    if frame.height != int(np.prod(shape)):
+        raise SearchError("The measurements of this search are not all in the database: run the search again.")
+    order = {prompt["key"]: at for at, prompt in enumerate(kept["prompts"])}
+    frame = frame.with_columns(pl.col("prompt_sha256").replace_strict(order).alias("at"))
+    frame = frame.sort("at", "layer", "head", "candidate")
+    stats = {name: frame[COLUMNS[name]].to_numpy().astype(np.float64).reshape(shape) for name in STATS}
+    table = Table(grid, settings.layers, tuple(kept["prompts"]), stats, np.array(kept["dense_ms"]))
+    cost = CostModel.from_dict(kept["cost"], "The stored search")
+    made = fronts(table, cost, Target(max_missed=1.0))
+    return Found(row["id"], row["model"], kept["plan"], kept["facts"], settings, table, cost, made)
+
+
+def check_for_real(held: Lab, context: Context, found: Found, config: HeadConfig) -> dict[str, Any]:
+    """A job: the choice measured on its first calibration prompt, beside what was predicted for that prompt."""
+    plan = Plan(
+        found.model, tuple(found.plan["samples"]), found.plan["tokens"], found.settings.grid, found.plan["chat"]
+    )
+    loaded = held.load(found.model, context)
+    prompts = {prompt.key: prompt for prompt in calibration(held, plan)}
+    first = found.table.prompts[0]
+    if first["key"] not in prompts:
+        raise HeadscopeError("The calibration prompt reads otherwise now (another tokenizer?): run the search again.")
+    source, layers = ModelSource(loaded), len(found.settings.layers)
+    done = [0]
+
+    def cancel() -> bool:
+        done[0] += 1
+        context.step(min(done[0], layers), layers, "Measuring the choice, layer by layer")
+        return context.cancelled
+
+    made: Checked = check_prompt(source, prompts[first["key"]], config, found.settings.layers, cancel=cancel)
+    return made.to_dict()
+
+
+def predicted_for(found: Found, allocation: Allocation, target: Target) -> dict[str, float]:
+    """What the stored figures say of the first calibration prompt alone."""
+    from headscope.engine.search_table import mean_losses, predict
+
+    alone = found.table.only([0])
+    said = predict(allocation.picked, alone, found.cost, target.metric)
+    return {
+        "attention_ms": said.attention_ms,
+        "dense_attention_ms": said.dense_attention_ms,
+        "missed_mass_mean": float(mean_losses(allocation.picked, alone)[0]),
+    }
+
+
+def to_draft(held: Lab, draft: Draft, found: Found, config: HeadConfig, label: str) -> Draft:
+    """The draft standing on the choice; one undoable step. HeadscopeError if the models' shapes differ."""
+    grid: Patterns = tuple(config.patterns(layer) for layer in range(len(config.heads)))
+    if [len(row) for row in grid] != [len(row) for row in draft.patterns]:
+        raise HeadscopeError("The draft is for a model of another shape: open a run of the searched model first.")
+    newest = held.draft(draft.id) or draft
+    return held.keep_draft(newest.onto(label, None, grid))
+
+
+def sweep(found: Found, limits: tuple[float, ...]) -> list[dict[str, float]]:
+    """Time and loss at each largest missed mass: the curve that the slider runs along."""
+    rows = []
+    for limit in limits:
+        said = found.allocate(Target(max_missed=limit)).prediction
+        rows.append(
+            {
+                "limit": limit,
+                "attention_ms": said.attention_ms,
+                "dense_attention_ms": said.dense_attention_ms,
+                "loss_mean": said.loss_mean,
+                "computed_density": said.computed_pairs / max(1, said.causal_pairs),
+            }
+        )
+    return rows
+
+
+def figures(found: Found, allocation: Allocation, target: Target) -> dict[str, Any]:
+    """The engine's summary of a choice."""
+    return summary(allocation, found.table, found.cost, target)
+
+
+def as_speedup(target: Target, speedup: float) -> Target:
+    """The same target by speed-up."""
+    return replace(target, max_missed=None, speedup=speedup)
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
