@@ -14,11 +14,21 @@ import sys
 import pytest
 import torch
 
-from headscope.kernels import membership, reference, torch_mass
+from headscope.engine.estimator import Estimator
+from headscope.kernels import membership, reference, torch_index, torch_mass
+from headscope.kernels.layout import PAD, HeadPlan, Layout
 from tests import triton_cases
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
+ESTIMATORS = (
+    Estimator(),
+    Estimator(rows=100, where="spread"),
+    Estimator(rows=7, where="half", columns="max"),
+    Estimator(rows=64, where="half", overlap="removed"),
+    Estimator(rows=16, statistic="logit", slashes="mean"),
+    Estimator(rows=33, where="spread", slashes="shrunk", overlap="removed"),
+)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
@@ -144,3 +154,82 @@ def test_mass_sums(seed: int) -> None:
 def _span(rng: random.Random, length: int) -> tuple[int, int]:
     low = rng.randrange(length)
     return rng.choice(((0, length), (low, rng.randrange(low, length) + 1)))
+
+
+PLANS = {
+    "online": (
+        HeadPlan(vertical=9, sink=2, slash=12, local=3),
+        HeadPlan(vertical=40, sink=0, slash=90, local=1),
+        HeadPlan(vertical=5, sink=5, windows=2, slash=0, local=1),
+        HeadPlan(top_blocks=2, block_size=64),
+        HeadPlan(top_blocks=3, block_size=16),
+        HeadPlan(vertical=10**6, sink=1, slash=10**6, local=1),
+    ),
+    "mixed": (
+        HeadPlan(bands=((0, 5), (9, 30)), columns=(0, 3, 8)),
+        HeadPlan(vertical=7, sink=1, slash=30, local=2),
+        HeadPlan(blocks=((0, 0), (1, 0), (2, 2)), block_size=32),
+        HeadPlan(top_blocks=1, block_size=48),
+        HeadPlan(vertical=3, sink=1, windows=10**6, local=1),
+        HeadPlan(),
+    ),
+}  # fmt: skip
+
+
+@inside
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("estimator", range(6))
+@pytest.mark.parametrize("shape", [(1, 330, 330, (0,)), (2, 70, 200, (0, 77)), (1, 1, 65, (0,))])
+def test_index_equals_torch(plans: str, estimator: int, shape: tuple) -> None:
+    """The same requested and computed cells as the torch path, on integer-valued inputs and short sums of them."""
+    from headscope.kernels import triton_index
+
+    batch, q_len, kv_len, starts = shape
+    generator = torch.Generator().manual_seed(7 * estimator + kv_len)
+    q = torch.randn(batch, 6, q_len, 16, generator=generator)
+    k = torch.randn(batch, 2, kv_len, 16, generator=generator)
+    options = ESTIMATORS[estimator]
+    plan_list = PLANS[plans] * batch
+    for tile in (128, 1):
+        arguments = (q, k, plan_list, starts, 0.25, options, tile)
+        for ours, theirs in zip(triton_index.build(*arguments), torch_index.build(*arguments), strict=True):
+            assert torch.equal(membership.mask(ours), membership.mask(theirs)), (options, tile)
+            for name in ("windows", "bands", "columns", "blocks"):
+                _check_lists(ours, name)
+
+
+@inside
+@pytest.mark.parametrize("seed", range(6))
+def test_index_ties_and_budgets(seed: int) -> None:
+    """Many equal scores: exactly the budget is chosen, smaller positions first."""
+    from headscope.kernels import triton_select
+
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.randint(0, 4, (5, 5000), generator=generator).float()
+    forced, lengths = (0, 3, 10, 0, 7), (5000, 4999, 2048, 2049, 7)
+    budget = (1, 700, 2048, 1500, 7)
+    flags = torch.zeros(5, 5000, dtype=torch.uint8)
+    out = torch.full((5, 2048), PAD, dtype=torch.int32)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in (lengths, forced, budget)]
+    cut = triton_select.cut_values(score, forced, budget, lengths)
+    triton_select.write(
+        score, triton_select.SCORES, ints[0], torch.arange(5, dtype=torch.int32), cut=cut, forced=ints[1],
+        budget=ints[2], out=out, flags=flags,
+    )  # fmt: skip
+    for line in range(5):
+        one = (slice(line, line + 1),)
+        expected = torch_index.best(
+            score[one], torch.tensor(forced)[one], torch.tensor(budget)[one], lengths[line]
+        )[0]
+        assert torch.equal(flags[line].bool(), expected)
+        assert out[line, : budget[line]].tolist() == expected.nonzero()[:, 0].tolist()
+
+
+def _check_lists(layout: Layout, name: str) -> None:
+    """Ascending entries, PAD after the count."""
+    table, count = getattr(layout, name), getattr(layout, {"blocks": "block_count"}.get(name, f"{name[:-1]}_count"))
+    table = table[..., 0] if name == "bands" else table
+    place = torch.arange(table.shape[-1])
+    real = place < count[..., None]
+    assert bool((table[real] < PAD).all()) and bool((table[~real] == PAD).all()), name
+    assert bool(((table[..., 1:] > table[..., :-1]) | ~real[..., 1:]).all()), name

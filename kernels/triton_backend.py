@@ -1,0 +1,42 @@
+"""The portable GPU implementation as one backend: Triton on CUDA, sm_80 and newer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headscope.kernels import triton_attention, triton_index, triton_mass
+from headscope.kernels.backends import Backend
+from headscope.kernels.triton_common import check_inputs
+
+
+def serves(q: torch.Tensor) -> str | None:
+    """Why these queries cannot be served, or None."""
+    if q.device.type != "cuda":
+        return f"it needs a CUDA device, got {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "it needs compute capability 8.0 or newer"
+    try:
+        check_inputs(q, q, None, 1.0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def serves_layout(layout: Any) -> str | None:
+    """Why this index cannot be served, or None."""
+    return None if layout.tile in (1, 128) else f"it serves tile 128 or 1, got tile = {layout.tile}"
+
+
+BACKEND = Backend(
+    "triton",
+    triton_attention.dense,
+    triton_attention.attend,
+    build=triton_index.build,
+    pooled=triton_mass.pooled,
+    coverage=triton_mass.coverage,
+    sums=triton_mass.sums,
+    serves=serves,
+    serves_layout=serves_layout,
+)

@@ -1,0 +1,334 @@
+"""The online index in Triton, for all heads of a layer at once, without a host sync: the meaning is `torch_index`'s.
+
+Every list has a capacity that budgets and lengths, known on the host, bound; counts that depend on the data stay on
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headscope.kernels import triton_scores, triton_select
+from headscope.kernels.layout import PAD, HeadPlan, Layout, max_windows, nearest_window
+from headscope.kernels.torch_index import Sampling, sampled_rows
+from headscope.kernels.triton_common import check_inputs, device_ints, packed
+
+_WEIGHTS = 2**28
+"""Floats of sampled statistics kept at a time: 1 GiB."""
+
+_BLOCK_SCORES = 2**26
+"""Block scores formed at a time: 256 MiB."""
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=("flag_size", "mark_size"))
+def _run_marks_kernel(flag_ptr, length_ptr, mark_ptr, flag_size, mark_size, CHUNK: tl.constexpr):
+    """Rule `tiles/1` (R = 64, W = 128): marks the window offsets that the chosen distances of one head touch."""
+    line = tl.program_id(0).to(tl.int64)
+    length = tl.load(length_ptr + line)
+    flag_ptr += line * flag_size
+    mark_ptr += line * mark_size
+    latest = -(2**30)
+    start = -1
+    for at in range(0, length, CHUNK):
+        distance = at + tl.arange(0, CHUNK)
+        here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32) > 0
+        left = (distance > 0) & (distance <= length)
+        beside = tl.load(flag_ptr + distance - 1, mask=left, other=0).to(tl.int32) > 0
+        before = tl.associative_scan(tl.where(beside, distance - 1, -(2**30)), 0, _later)
+        before = tl.maximum(before, latest)
+        begins = tl.where(here & (distance - before >= 192), distance, -1)
+        run = tl.maximum(tl.associative_scan(begins, 0, _later), start)
+        along = distance - run
+        one = tl.full([CHUNK], 1, tl.uint8)
+        first = run + 64 + along // 128 * 128
+        second = run + 64 + (along + 63) // 128 * 128
+        tl.store(mark_ptr + first, one, mask=here & (first - 127 < length))
+        tl.store(mark_ptr + second, one, mask=here & (second - 127 < length))
+        latest = tl.maximum(latest, tl.max(tl.where(here, distance, -(2**30)), 0))
+        start = tl.maximum(start, tl.max(run, 0))
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What is filled in: columns [N, C], requested bands [N, Bn, 2] and counts, windows of both layouts."""
+
+    columns: torch.Tensor
+    bands: torch.Tensor
+    band_count: torch.Tensor
+    grid: torch.Tensor
+    grid_count: torch.Tensor
+    windows: torch.Tensor
+    window_count: torch.Tensor
+
+
+def build(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plans: Sequence[HeadPlan],
+    starts: tuple[int, ...],
+    scale: float,
+    estimator: Sampling,
+    tile: int,
+) -> tuple[Layout, Layout]:
+    """The requested and the computed layout of `len(plans)` = B * Hq heads. q [B, Hq, S, D], k [B, Hkv, T, D].
+
+    Raises `ValueError` for a tile other than 128 or 1, and for a head that is both fixed and chosen online.
+    """
+    if tile not in (1, 128):
+        raise ValueError(f"impl='triton' builds indexes of tile 128 or 1, got tile = {tile}")
+    if any((plan.columns or plan.bands) and plan.online_slash for plan in plans):
+        raise ValueError("a head is either fixed by position or chosen online, not both")
+    check_inputs(q, k, None, scale)
+    q, k = packed(q), packed(k)
+    batch, heads, q_len = q.shape[:3]
+    kv_len = k.shape[2]
+    lengths = tuple(kv_len - starts[n // heads] for n in range(len(plans)))
+    table = _empty_tables(plans, lengths, kv_len, tile, q.device)
+    online = [n for n, plan in enumerate(plans) if plan.online_slash and lengths[n] > 0]
+    turn = max(1, _WEIGHTS // max(1, -(-estimator.rows // 64) * 64 * -(-kv_len // 128) * 128))
+    for at in range(0, len(online), turn):
+        _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, estimator, tile, table)
+    blocks, block_count, slots = _choose_blocks(q, k, plans, lengths, starts, scale)
+    columns = tuple(
+        min(max(plan.vertical, plan.sink), length) if plan.online_slash else len(plan.columns)
+        for plan, length in zip(plans, lengths, strict=True)
+    )
+    shared = {
+        "tile": tile, "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "starts": starts,
+        "columns": table.columns, "column_count": device_ints(columns, q.device), "blocks": blocks,
+        "block_count": block_count, "block_slot": slots, "block_size": tuple(plan.block_size for plan in plans),
+    }  # fmt: skip
+    requested = Layout(
+        windows=table.grid, window_count=table.grid_count, bands=table.bands, band_count=table.band_count, **shared
+    )
+    if tile == 1:
+        return requested, requested
+    exact, exact_count = _fixed_bands(plans, max((len(plan.bands) for plan in plans), default=0), q.device)
+    return requested, Layout(
+        windows=table.windows, window_count=table.window_count, bands=exact, band_count=exact_count, **shared
+    )
+
+
+def _empty_tables(
+    plans: Sequence[HeadPlan], lengths: tuple[int, ...], kv_len: int, tile: int, device: torch.device
+) -> _Tables:
+    """Tables of sufficient capacity, with what is fixed by position filled in."""
+    count = len(plans)
+    most = max((min(max(p.vertical, p.sink, len(p.columns)), kv_len) for p in plans), default=0)
+    columns = torch.full((count, most), PAD, dtype=torch.int32, device=device)
+    for head, plan in enumerate(plans):
+        if plan.columns:
+            columns[head, : len(plan.columns)] = device_ints(plan.columns, device)
+    slash = max((min(max(p.slash, p.local), (kv_len + 1) // 2) for p in plans if p.slash), default=0)
+    bands, band_count = _fixed_bands(plans, max([slash, *(len(p.bands) for p in plans)]), device)
+    grid_size = -(-(kv_len + tile - 1) // tile) + 1
+    most_grid = max((min(max(p.windows, 1), grid_size) for p in plans if p.windows), default=0)
+    grid = torch.full((count, most_grid), PAD, dtype=torch.int32, device=device)
+    grid_count = torch.zeros(count, dtype=torch.int32, device=device)
+    windows, window_count = grid, grid_count
+    if slash and tile > 1:
+        windows = torch.full((count, max_windows(kv_len, tile)), PAD, dtype=torch.int32, device=device)
+        window_count = torch.zeros_like(grid_count)
+    return _Tables(columns, bands, band_count, grid, grid_count, windows, window_count)
+
+
+def _fixed_bands(plans: Sequence[HeadPlan], most: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    bands = torch.full((len(plans), most, 2), PAD, dtype=torch.int32, device=device)
+    for head, plan in enumerate(plans):
+        if plan.bands:
+            flat = device_ints(tuple(edge for band in plan.bands for edge in band), device)
+            bands[head, : len(plan.bands)] = flat.view(-1, 2)
+    # A copy: counts of heads chosen online are written into it.
+    return bands, device_ints(tuple(len(plan.bands) for plan in plans), device).clone()
+
+
+def _choose_lines(
+    q: torch.Tensor, k: torch.Tensor, plans: Sequence[HeadPlan], online: list[int], lengths: tuple[int, ...],
+    starts: tuple[int, ...], scale: float, estimator: Sampling, tile: int, table: _Tables,
+) -> None:  # fmt: skip
+    """Columns, distances and windows of the vertical-slash heads `online`, written into `table`."""
+    device, query_heads, q_len, kv_len = q.device, q.shape[1], q.shape[2], k.shape[2]
+    heads = device_ints(tuple(online), device)
+    own = tuple(lengths[n] for n in online)
+    length = device_ints(own, device)
+    rows = _sampled_rows(starts, q_len, kv_len, estimator, device)
+    weight, column_score = triton_scores.weights(
+        q, k, heads, rows, device_ints(starts, device), scale,
+        estimator.statistic == "logit", estimator.columns == "max",
+    )  # fmt: skip
+    removed = estimator.overlap == "removed"
+    flags = torch.empty(len(online), kv_len, dtype=torch.uint8, device=device)
+    sink, vertical = [plans[n].sink for n in online], [plans[n].vertical for n in online]
+    _choose(column_score, sink, vertical, own, heads, out=table.columns, flags=flags if removed else None)
+    score = triton_scores.distances(weight, heads, rows, query_heads, estimator.slashes, flags if removed else None)
+    by_windows = [line for line, n in enumerate(online) if plans[n].windows]
+    by_distance = [line for line, n in enumerate(online) if not plans[n].windows]
+    if by_windows:
+        _choose_windows(score, plans, online, by_windows, own, tile, table)
+    if by_distance:
+        pick = score if len(by_distance) == len(online) else score[device_ints(tuple(by_distance), device).long()]
+        slashes = [plans[online[line]] for line in by_distance]
+        own_here = tuple(own[line] for line in by_distance)
+        rows_here = device_ints(tuple(online[line] for line in by_distance), device)
+        chosen = torch.zeros(len(by_distance), kv_len + 1, dtype=torch.uint8, device=device)
+        local, slash = [plan.local for plan in slashes], [plan.slash for plan in slashes]
+        _choose(pick, local, slash, own_here, rows_here, flags=chosen)
+        length_here = device_ints(own_here, device)
+        for mode, side in ((triton_select.RUN_FIRST, 0), (triton_select.RUN_LAST, 1)):
+            triton_select.write(
+                chosen, mode, length_here, rows_here, out=table.bands[..., side], count=table.band_count, stride=2
+            )
+        if tile > 1:
+            marked = torch.zeros(len(by_distance), kv_len + 3 * tile, dtype=torch.uint8, device=device)
+            _run_marks_kernel[(len(by_distance),)](
+                chosen, length_here, marked, chosen.shape[1], marked.shape[1], CHUNK=4096, num_warps=8
+            )
+            span = device_ints((marked.shape[1],) * len(by_distance), device)
+            triton_select.write(
+                marked, triton_select.MARKS, span, rows_here, out=table.windows, count=table.window_count
+            )
+    if by_windows and table.windows is not table.grid:
+        at = device_ints(tuple(online[line] for line in by_windows), device).long()
+        table.windows[at, : table.grid.shape[1]] = table.grid[at]
+        table.window_count[at] = table.grid_count[at]
+
+
+def _choose(
+    score: torch.Tensor, forced: list[int], budget: list[int], lengths: tuple[int, ...], rows: torch.Tensor,
+    out: torch.Tensor | None = None, flags: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """The forced first positions and the best of the others, as lists in `out[rows]` or as bytes in `flags`."""
+    first = tuple(min(f, n) for f, n in zip(forced, lengths, strict=True))
+    total = tuple(min(max(b, f), n) for b, f, n in zip(budget, forced, lengths, strict=True))
+    cut = triton_select.cut_values(score, first, total, lengths)
+    device = score.device
+    triton_select.write(
+        score, triton_select.SCORES, device_ints(lengths, device), rows, cut=cut, forced=device_ints(first, device),
+        budget=device_ints(total, device), out=out, flags=flags,
+    )  # fmt: skip
+
+
+def _choose_windows(
+    score: torch.Tensor, plans: Sequence[HeadPlan], online: list[int], lines: list[int], lengths: tuple[int, ...],
+    tile: int, table: _Tables,
+) -> None:  # fmt: skip
+    """Whole windows of the grid by their mass; the nearest is always in and charged."""
+    device = score.device
+    own = tuple(lengths[line] for line in lines)
+    at = device_ints(tuple(lines), device)
+    # Windows that can hold a causal cell: offset - W + 1 <= length - 1.
+    real = tuple(-(-(n + tile // 2 - 1) // tile) if tile > 1 else n for n in own)
+    count = max(real)
+    if tile > 1:
+        mass = triton_scores.window_mass(score, at, device_ints(own, device), count)
+    else:
+        mass = score[at.long(), :count].contiguous()
+    chosen = torch.zeros(len(lines), count, dtype=torch.uint8, device=device)
+    _choose(mass, [1] * len(lines), [plans[online[line]].windows for line in lines], real, at, flags=chosen)
+    first = nearest_window(tile)
+    spread = torch.zeros(len(lines), first + tile * count, dtype=torch.uint8, device=device)
+    spread[:, first::tile] = chosen
+    rows = device_ints(tuple(online[line] for line in lines), device)
+    span = device_ints((spread.shape[1],) * len(lines), device)
+    triton_select.write(spread, triton_select.MARKS, span, rows, out=table.grid, count=table.grid_count)
+
+
+def _sampled_rows(
+    starts: tuple[int, ...], q_len: int, kv_len: int, estimator: Sampling, device: torch.device
+) -> torch.Tensor:
+    """int32 [B, r]: own positions of the sampled rows of each sequence, -1 where it has fewer."""
+    picked = [
+        sampled_rows(max(0, kv_len - start - q_len), kv_len - start, estimator) if kv_len > start else []
+        for start in starts
+    ]
+    most = max(1, *(len(rows) for rows in picked))
+    flat = tuple(row for rows in picked for row in [*rows, *[-1] * (most - len(rows))])
+    return device_ints(flat, device).view(len(starts), most)
+
+
+def _choose_blocks(
+    q: torch.Tensor, k: torch.Tensor, plans: Sequence[HeadPlan], lengths: tuple[int, ...], starts: tuple[int, ...],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:  # fmt: skip
+    """Block lists [NB, nbq, K], counts and slots: chosen online by mean-pooled scores (eq. 6), or fixed."""
+    heads, kv_len, device = q.shape[1], k.shape[2], q.device
+    listed = [n for n, plan in enumerate(plans) if plan.block_size]
+    slots = [-1] * len(plans)
+    for slot, n in enumerate(listed):
+        slots[n] = slot
+    rows = max((-(-kv_len // plans[n].block_size) for n in listed), default=0)
+    fixed = {n: _fixed_lists(plans[n], lengths[n]) for n in listed if plans[n].blocks}
+    online = [n for n in listed if not plans[n].blocks and plans[n].top_blocks and lengths[n] > 0]
+    most = max(
+        (min(plans[n].top_blocks, -(-lengths[n] // plans[n].block_size)) for n in online), default=0
+    )
+    most = max([most, *(len(row) for lists in fixed.values() for row in lists)])
+    blocks = torch.full((len(listed), rows, most), PAD, dtype=torch.int32, device=device)
+    count = torch.zeros(len(listed), rows, dtype=torch.int32, device=device)
+    for n, lists in fixed.items():
+        flat = tuple(v for row in lists for v in [*row, *[PAD] * (most - len(row))])
+        blocks[slots[n], : len(lists)] = device_ints(flat, device).view(len(lists), most)
+        count[slots[n], : len(lists)] = device_ints(tuple(len(row) for row in lists), device)
+    groups = sorted({(n // heads, plans[n].block_size, plans[n].top_blocks) for n in online})
+    for sequence, size, budget in groups:
+        members = [
+            n for n in online if (n // heads, plans[n].block_size, plans[n].top_blocks) == (sequence, size, budget)
+        ]
+        _top_blocks(q, k, members, slots, starts, sequence, size, budget, scale, blocks, count)
+    return blocks, count, tuple(slots)
+
+
+def _fixed_lists(plan: HeadPlan, length: int) -> list[list[int]]:
+    """Ascending key blocks per block row."""
+    lists: list[list[int]] = [[] for _ in range(max(1, -(-length // plan.block_size)))]
+    for row, column in sorted(set(plan.blocks)):
+        if row < len(lists):
+            lists[row].append(column)
+    return lists
+
+
+def _top_blocks(
+    q: torch.Tensor, k: torch.Tensor, members: list[int], slots: list[int], starts: tuple[int, ...], sequence: int,
+    size: int, budget: int, scale: float, blocks: torch.Tensor, count: torch.Tensor,
+) -> None:  # fmt: skip
+    """The diagonal block and the best before it, `budget` in all, for heads of one sequence, size and budget."""
+    device, heads, q_len, kv_len = q.device, q.shape[1], q.shape[2], k.shape[2]
+    kv_heads = k.shape[1]
+    length = kv_len - starts[sequence]
+    side = -(-length // size)
+    begin = device_ints(starts, device)
+    of_query = device_ints(tuple(x for n in members for x in (n, sequence)), device).view(-1, 2)
+    kv = tuple(sequence * kv_heads + n % heads // (heads // kv_heads) for n in members)
+    kv_real = sorted(set(kv))
+    of_key = device_ints(tuple(x for n in kv_real for x in (n, sequence)), device).view(-1, 2)
+    means_q = triton_scores.block_means(q, of_query, begin, kv_len, side, size)
+    means_k = triton_scores.block_means(k, of_key, begin, kv_len, side, size)
+    means_k = means_k[device_ints(tuple(kv_real.index(n) for n in kv), device).long()]
+    lines = device_ints(tuple(slots[n] for n in members), device)
+    place = torch.arange(side, dtype=torch.int32, device=device)
+    step = max(1, min(side, _BLOCK_SCORES // (len(members) * side), 65535 // len(members)))
+    first = max(0, length - q_len) // size
+    none = device_ints((0,) * (step * len(members)), device)
+    for row in range(first, side, step):
+        at = place[row : row + step]
+        scores = (means_q[:, row : row + step] @ means_k.transpose(-1, -2)) * scale
+        scores = scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf, posinf=torch.finfo(torch.float32).max)
+        scores.masked_fill_(place[None, None, :] > at[None, :, None], -torch.inf)
+        scores.masked_fill_(place[None, None, :] == at[None, :, None], torch.inf)
+        cut = scores.topk(min(budget, side), -1, sorted=False).values.amin(-1)
+        limit = (at + 1).expand(len(members), -1).contiguous().view(-1)
+        target = (lines[:, None] * blocks.shape[1] + at[None, :]).view(-1)
+        triton_select.write(
+            scores.view(-1, side), triton_select.SCORES, limit, target, cut=cut.view(-1), forced=none,
+            budget=limit.clamp(max=budget), out=blocks.view(-1, blocks.shape[2]), count=count.view(-1),
+        )  # fmt: skip

@@ -1,0 +1,265 @@
+"""Scores of the online index in Triton: sampled-row statistics per column and distance, block means, window masses.
+
+Sums run in float32 in a fixed order. Two passes over K: the sampled rows' log-sum-exp (or mean logit), then the
+statistic itself, kept for the sampled rows only (`[heads, rows, n]`, linear in the length), added up per column
+at once and along the diagonals by a third kernel. See `torch_index` for the meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headscope.kernels.triton_common import FLOOR, LOG2E, descriptor, pad_dim, precision
+
+SPLITS = 32
+
+
+@triton.jit
+def _sampled(q_ptr, rows_ptr, sequence, head, shift, at, rows_cap, q_len, D: tl.constexpr, WIDTH: tl.constexpr):
+    """(own positions [64], q [64, WIDTH]) of sampled rows `at ..`; positions -1 where there are none."""
+    place = at + tl.arange(0, 64)
+    row = tl.load(rows_ptr + sequence * rows_cap + place, mask=place < rows_cap, other=-1)
+    dim = tl.arange(0, WIDTH)
+    source = (head.to(tl.int64) * q_len + tl.maximum(row - shift, 0))[:, None] * D + dim[None, :]
+    return row, tl.load(q_ptr + source, mask=(row >= 0)[:, None] & (dim < D)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "tiles", "per_split", "row_chunks"))
+def _norm_kernel(
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, q_len, kv_len, heads, group, rows_cap, tiles,
+    per_split, row_chunks, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys: running maximum and sum of exponentials (base 2), or the sum of logits."""
+    split, slot, chunk = tl.program_id(1), tl.program_id(0), tl.program_id(2)
+    head = tl.load(heads_ptr + slot)
+    sequence = head // heads
+    start = tl.load(starts_ptr + sequence)
+    row, q = _sampled(q_ptr, rows_ptr, sequence, head, kv_len - q_len - start, chunk * 64, rows_cap, q_len, D, WIDTH)
+    kv_head = sequence * (heads // group) + head % heads // group
+    top = tl.full([64], FLOOR, tl.float32)
+    total = tl.zeros([64], tl.float32)
+    last = tl.minimum((split + 1) * per_split, tl.max(row, 0) // 128 + 1)
+    for tile in tl.range(split * per_split, last, num_stages=3):
+        columns = tile * 128 + tl.arange(0, 128)
+        k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        seen = row[:, None] >= columns[None, :]
+        if LOGIT:
+            total += tl.sum(tl.where(seen, scores, 0.0), 1)
+        else:
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            total = total * tl.math.exp2(top - new_top) + tl.sum(tl.math.exp2(scores - new_top[:, None]), 1)
+            top = new_top
+    out = ((slot * row_chunks + chunk) * tl.num_programs(1) + split) * 64 + tl.arange(0, 64)
+    tl.store(top_ptr + out, top)
+    tl.store(total_ptr + out, total)
+
+
+@triton.jit(do_not_specialize=("rows_cap", "heads"))
+def _join_kernel(
+    top_ptr, total_ptr, norm_ptr, rows_ptr, heads_ptr, heads, rows_cap, LOGIT: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Splits joined: log-sum-exp in base 2, or the mean logit, per sampled row."""
+    slot, chunk = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, 64)
+    line = (slot * tl.num_programs(1) + chunk) * SPLITS * 64
+    place = line + tl.arange(0, SPLITS)[:, None] * 64 + lane[None, :]
+    total = tl.load(total_ptr + place)
+    if LOGIT:
+        sequence = tl.load(heads_ptr + slot) // heads
+        at = chunk * 64 + lane
+        row = tl.load(rows_ptr + sequence * rows_cap + at, mask=at < rows_cap, other=0)
+        norm = tl.sum(total, 0) / (tl.maximum(row, 0) + 1)
+    else:
+        top = tl.load(top_ptr + place)
+        most = tl.max(top, 0)
+        norm = most + tl.math.log2(tl.sum(total * tl.math.exp2(top - most[None, :]), 0))
+    tl.store(norm_ptr + (slot * tl.num_programs(1) + chunk) * 64 + lane, norm)
+
+
+@triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "span"))
+def _weights_kernel(
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, norm_ptr, weight_ptr, column_ptr, q_len, kv_len, heads, group,
+    rows_cap, row_chunks, span, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr,
+    BY_MAX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """128 columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
+    tile, slot = tl.program_id(1), tl.program_id(0)
+    head = tl.load(heads_ptr + slot)
+    sequence = head // heads
+    start = tl.load(starts_ptr + sequence)
+    kv_head = sequence * (heads // group) + head % heads // group
+    columns = tile * 128 + tl.arange(0, 128)
+    k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
+    best = tl.full([128], float("-inf") if BY_MAX else 0.0, tl.float32)
+    lane = tl.arange(0, 64)
+    for chunk in range(row_chunks):
+        row, q = _sampled(
+            q_ptr, rows_ptr, sequence, head, kv_len - q_len - start, chunk * 64, rows_cap, q_len, D, WIDTH
+        )
+        norm = tl.load(norm_ptr + (slot * row_chunks + chunk) * 64 + lane)
+        weight = tl.dot(q, k.T, input_precision=PRECISION) * scale - norm[:, None]
+        if LOGIT == 0:
+            weight = tl.math.exp2(weight)
+        weight = tl.where(row[:, None] >= columns[None, :], weight, 0.0)
+        line = (slot * row_chunks + chunk).to(tl.int64) * 64 + lane
+        tl.store(weight_ptr + line[:, None] * span + columns[None, :], weight)
+        if BY_MAX:
+            best = tl.maximum(best, tl.max(tl.where((row >= 0)[:, None], weight, float("-inf")), 0))
+        else:
+            best += tl.sum(weight, 0)
+    tl.store(column_ptr + slot.to(tl.int64) * span + columns, best)
+
+
+@triton.jit(do_not_specialize=("heads", "rows_cap", "row_chunks", "span", "flag_size"))
+def _distances_kernel(
+    weight_ptr, rows_ptr, heads_ptr, flag_ptr, out_ptr, heads, rows_cap, row_chunks, span, flag_size,
+    MEAN: tl.constexpr, SHRUNK: tl.constexpr, REMOVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of the statistic per distance `row - column`, optionally without chosen columns, optionally per pair."""
+    slot = tl.program_id(1)
+    sequence = tl.load(heads_ptr + slot) // heads
+    distance = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    step = tl.arange(0, 8)
+    acc = tl.zeros([8, BLOCK], tl.float32)
+    pairs = tl.zeros([8, BLOCK], tl.float32)
+    sampled = 0.0
+    base = slot.to(tl.int64) * row_chunks * 64
+    for at in range(0, rows_cap, 8):
+        number = at + step
+        row = tl.load(rows_ptr + sequence * rows_cap + number, mask=number < rows_cap, other=-1)
+        column = row[:, None] - distance[None, :]
+        real = column >= 0
+        weight = tl.load(weight_ptr + (base + number)[:, None] * span + column, mask=real, other=0.0)
+        if REMOVED:
+            gone = tl.load(flag_ptr + slot.to(tl.int64) * flag_size + column, mask=real, other=1)
+            weight = tl.where(gone > 0, 0.0, weight)
+        acc += weight
+        if MEAN:
+            pairs += real.to(tl.float32)
+            sampled += tl.sum((row >= 0).to(tl.float32), 0)
+    total = tl.sum(acc, 0)
+    if MEAN:
+        count = tl.sum(pairs, 0)
+        total = total / (count + sampled / 4 if SHRUNK else tl.maximum(count, 1.0))
+    tl.store(out_ptr + slot.to(tl.int64) * span + distance, total, mask=distance < span)
+
+
+@triton.jit(do_not_specialize=("span", "count"))
+def _window_mass_kernel(score_ptr, lines_ptr, length_ptr, out_ptr, span, count):
+    """Mass of the grid windows (tile 128): each distance's score times the share of 64 rows that see it inside."""
+    line = tl.program_id(1)
+    source = tl.load(lines_ptr + line).to(tl.int64) * span
+    length = tl.load(length_ptr + line)
+    window = tl.program_id(0) * 16 + tl.arange(0, 16)
+    # Distances -63 .. 127 beyond 128 m are seen, of 256 tried.
+    distance = window[:, None] * 128 - 64 + tl.arange(0, 256)[None, :]
+    real = (distance >= 0) & (distance < length) & (window < count)[:, None]
+    score = tl.load(score_ptr + source + distance, mask=real, other=0.0)
+    far = (distance + 63) // 128
+    near = distance // 128
+    share = tl.minimum(distance + 64 - far * 128, 64).to(tl.float32) / 64
+    share = tl.where(far == near, 1.0, share)
+    here = window[:, None]
+    weight = tl.where(far == here, share, 0.0) + tl.where((near == here) & (far != near), 1.0 - share, 0.0)
+    mass = tl.sum(tl.where(real, score * weight, 0.0), 1)
+    tl.store(out_ptr + line.to(tl.int64) * count + window, mass, mask=window < count)
+
+
+@triton.jit(do_not_specialize=("n", "own_last", "heads", "blocks", "size"))
+def _means_kernel(
+    x_ptr, map_ptr, starts_ptr, out_ptr, n, own_last, heads, blocks, size, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """float32 mean of the real rows of each block. x [heads of all sequences, n, D]; its last row is the newest."""
+    block, line = tl.program_id(0), tl.program_id(1)
+    head = tl.load(map_ptr + line * 2)
+    start = tl.load(starts_ptr + tl.load(map_ptr + line * 2 + 1))
+    length = own_last - start
+    shift = length - n
+    dim = tl.arange(0, WIDTH)
+    acc = tl.zeros([16, WIDTH], tl.float32)
+    low = tl.maximum(block * size, tl.maximum(shift, 0))
+    high = tl.minimum(block * size + size, length)
+    for at in range(low, high, 16):
+        row = at + tl.arange(0, 16)
+        source = (head.to(tl.int64) * n + row - shift)[:, None] * D + dim[None, :]
+        acc += tl.load(x_ptr + source, mask=(row < high)[:, None] & (dim < D)[None, :], other=0.0).to(tl.float32)
+    mean = tl.sum(acc, 0) / tl.maximum(high - low, 1).to(tl.float32)
+    tl.store(out_ptr + (line.to(tl.int64) * blocks + block) * D + dim, mean, mask=dim < D)
+
+
+def weights(
+    q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, scale: float,
+    logit: bool, by_max: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The statistic of the sampled rows, float32 [lines, rows, span], and its score per column [lines, span].
+
+    `heads` int32 [lines] says which head (of B * Hq) a line is, `rows` int32 [B, r] the own positions sampled.
+    """
+    head_dim, width = q.shape[-1], pad_dim(q.shape[-1])
+    lines, rows_cap, kv_len = heads.shape[0], rows.shape[1], k.shape[2]
+    chunks, tiles = -(-rows_cap // 64), -(-kv_len // 128)
+    splits = min(SPLITS, triton.next_power_of_2(tiles))
+    span = tiles * 128
+    top = torch.empty(lines, chunks, splits, 64, dtype=torch.float32, device=q.device)
+    total = torch.empty_like(top)
+    norm = torch.empty(lines, chunks, 64, dtype=torch.float32, device=q.device)
+    weight = torch.empty(lines, chunks * 64, span, dtype=torch.float32, device=q.device)
+    column = torch.empty(lines, span, dtype=torch.float32, device=q.device)
+    shape = (q.shape[2], kv_len, q.shape[1], q.shape[1] // k.shape[1], rows_cap)
+    unit = scale if logit else scale * LOG2E
+    keys = descriptor(k, 128, width)
+    _norm_kernel[(lines, splits, chunks)](
+        q, keys, rows, heads, starts, top, total, *shape, tiles, -(-tiles // splits), chunks, unit,
+        D=head_dim, WIDTH=width, LOGIT=logit, PRECISION=precision(q.dtype), num_warps=4,
+    )  # fmt: skip
+    _join_kernel[(lines, chunks)](
+        top, total, norm, rows, heads, q.shape[1], rows_cap, LOGIT=logit, SPLITS=splits, num_warps=4
+    )
+    _weights_kernel[(lines, tiles)](
+        q, keys, rows, heads, starts, norm, weight, column, *shape, chunks, span, unit,
+        D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max, PRECISION=precision(q.dtype), num_warps=4,
+    )  # fmt: skip
+    return weight, column
+
+
+def distances(
+    weight: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, query_heads: int, how: str, chosen: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """float32 [lines, span]: the statistic per distance; `chosen` uint8 [lines, T] columns are left out."""
+    lines, padded, span = weight.shape
+    out = torch.empty(lines, span, dtype=torch.float32, device=weight.device)
+    _distances_kernel[(-(-span // 256), lines)](
+        weight, rows, heads, rows if chosen is None else chosen, out, query_heads, rows.shape[1], padded // 64, span,
+        0 if chosen is None else chosen.shape[1],
+        MEAN=how != "sum", SHRUNK=how == "shrunk", REMOVED=chosen is not None, BLOCK=256, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def window_mass(score: torch.Tensor, lines: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """float32 [len(lines), count]: mass of grid window m (offset 64 + 128 m) of the given lines of `score`."""
+    out = torch.empty(lines.shape[0], count, dtype=torch.float32, device=score.device)
+    _window_mass_kernel[(-(-count // 16), lines.shape[0])](
+        score, lines, lengths, out, score.shape[1], count, num_warps=4
+    )
+    return out
+
+
+def block_means(
+    x: torch.Tensor, pairs: torch.Tensor, starts: torch.Tensor, kv_len: int, blocks: int, size: int
+) -> torch.Tensor:
+    """float32 [lines, blocks, D]: means of blocks of `size` own positions. x [B, H, n, D] contiguous.
+
+    `pairs` int32 [lines, 2]: the head among B * H, and its sequence.
+    """
+    head_dim = x.shape[-1]
+    out = torch.empty(pairs.shape[0], blocks, head_dim, dtype=torch.float32, device=x.device)
+    _means_kernel[(blocks, pairs.shape[0])](
+        x, pairs, starts, out, x.shape[2], kv_len, x.shape[1], blocks, size,
+        D=head_dim, WIDTH=pad_dim(head_dim), num_warps=4,
+    )  # fmt: skip
+    return out
