@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer
@@ -24,6 +25,9 @@ COMMANDS = {
 }
 """Command name to the module of this package that has a function of that name."""
 
+ENTRY_POINTS = "headscope.commands"
+"""Commands of packages above the engine (`studio`), which it must not import by name."""
+
 
 def build() -> typer.Typer:
     """The application with every command."""
@@ -36,6 +40,8 @@ def build() -> typer.Typer:
     )
     for name, module in COMMANDS.items():
         app.command(name)(_interruptible(getattr(import_module(f"headscope.engine.{module}"), name)))
+    for entry in entry_points(group=ENTRY_POINTS):
+        app.command(entry.name)(_interruptible(entry.load()))
     return app
 
 

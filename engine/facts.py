@@ -51,7 +51,7 @@ def facts_of(model: Any, name: str = "", load_format: str = "") -> ModelFacts:
     layers = int(config.num_hidden_layers)
     query_heads = int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    shape = {
+    shape: dict[str, Any] = {
         "architecture": type(model).__name__,
         "layers": layers,
         "query_heads": query_heads,

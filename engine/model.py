@@ -96,7 +96,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
+    if found is None or found not in _DTYPES.values():
         raise ModelError(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}")
     return found
 
@@ -133,7 +133,7 @@ def _load(
     with _quiet(silence=gguf is not None), _explained(name):
         tokenizer = _tokenizer(AutoTokenizer, source, options)
         safe = {} if gguf else {"use_safetensors": True}
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **safe)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **safe)
         model = model.to(device).eval()
         facts = facts_of(model, name=name, load_format=load_format)
     return LoadedModel(model=model, tokenizer=tokenizer, name=name, fingerprint=facts.fingerprint, facts=facts)
