@@ -1,4 +1,4 @@
-"""The parts of a loaded transformers model that the integration needs, found by what they have, not by name of model."""
+"""The parts of a loaded transformers model that the integration needs, found by what they have, not by a name."""
 
 from __future__ import annotations
 
