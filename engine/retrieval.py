@@ -2,7 +2,7 @@
 
 Four kinds, all seeded: `pass-key` (a five-digit key in plain sentences), `number` (the same with ten digits, which
 punishes a head that loses part of it), `needle` (an odd fact in documentation and source code) and `key-value` (one
-line asked for out of a register that fills the prompt). Texts are this project's own.
+line asked for again out of a register that fills the prompt). Texts are this project's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from headscope.engine.errors import PromptError
 from headscope.engine.prompts import Encode, check_tokens, fit, haystack
@@ -23,6 +24,24 @@ _DOINGS = ("swept the yard", "opened the shutters", "counted the crates", "fed t
 _THINGS = ("lantern", "kettle", "compass", "violin", "anchor", "ladder", "blanket", "mirror", "basket", "telescope")
 _COLOURS = ("amber", "crimson", "ivory", "olive", "scarlet", "silver", "turquoise", "violet", "copper", "indigo")
 _TOWNS = ("Ashford", "Brindle", "Corwen", "Dalmore", "Elsdon", "Fenwick", "Garston", "Hollin", "Ingleby", "Kelso")
+
+_MOST_THREE_WORD_KEYS = 100_000
+# fmt: off
+_FIRST = (
+    "amber", "brisk", "coral", "dusky", "early", "fallow", "gilded", "hollow", "ivory", "jolly", "kindly",
+    "lunar", "mellow", "noble", "olive", "paper", "quiet", "rusty", "silver", "tidal", "upper", "velvet",
+    "windy", "young", "ancient", "bitter", "clever", "dapper", "eager", "frosty", "gentle", "hasty", "idle",
+    "joint", "keen", "lively", "misty", "narrow", "open", "plain", "rapid", "sturdy", "tender", "urban",
+    "vivid", "warm", "yellow", "zesty",
+)
+_SECOND = (
+    "anchor", "badger", "candle", "dahlia", "engine", "falcon", "garden", "hammer", "island", "jacket",
+    "kettle", "ladder", "magnet", "needle", "orchid", "pebble", "quarry", "ribbon", "saddle", "timber",
+    "urchin", "valley", "walnut", "yeoman", "acorn", "bridge", "copper", "donkey", "eagle", "forest", "glacier",
+    "harvest", "insect", "jungle", "kitten", "lemon", "market", "napkin", "office", "pepper", "rocket",
+    "summit", "tunnel", "uncle", "violin", "window", "yogurt", "zipper",
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -192,30 +211,34 @@ def _pages(seed: int) -> Iterator[str]:
 def _key_value(rng: random.Random, seed: int) -> _Parts:
     value = str(rng.randrange(10000, 100000))
     key = _register_key(rng)
+
+    def filler() -> Iterator[str]:
+        return _register(random.Random(f"headscope register {seed}"), key, value)
+
+    # Lines to repeat, two of them solved, and no sentence: small models can do this, so that a loss shows.
+    solved = "".join(islice(filler(), 2))
     return _Parts(
         opening="Each line of this register gives a key and its value. Every key has one value.\n\n",
-        filler=lambda: _register(random.Random(f"headscope register {seed}"), key, value),
+        filler=filler,
         answer_line=f"{key}: {value}\n",
-        # As a line to repeat, not as a sentence: small models can do this, so a loss shows as a wrong answer.
-        question=f"\nQuestion: What is the value of {key}? Repeat its line.\n{key}:",
+        question=f"\nThe same lines again, as far as they were asked for today:\n\n{solved}{key}:",
         expected=value,
     )
 
 
 def _register(rng: random.Random, asked: str, answer: str) -> Iterator[str]:
     """Lines with keys that do not come twice, none with the asked key or its value."""
-    taken: set[str] = set()
+    taken = {asked}
     while True:
         key = _register_key(rng)
+        if len(taken) > _MOST_THREE_WORD_KEYS:  # of 221,184; a fourth word keeps them apart at any length
+            key = f"{key}-{rng.choice(_SECOND)}"
         value = str(rng.randrange(10000, 100000))
-        if key in taken or key == asked or value == answer:
-            continue
-        if len(taken) > 1_000_000:  # of 2.3 million; beyond any length that we make
-            taken.clear()
-        taken.add(key)
-        yield f"{key}: {value}\n"
+        if key not in taken and value != answer:
+            taken.add(key)
+            yield f"{key}: {value}\n"
 
 
 def _register_key(rng: random.Random) -> str:
-    letter = rng.choice("abcdefghijklmnopqrstuvwxyz")
-    return f"{rng.choice(_COLOURS)}-{rng.choice(_THINGS)}-{rng.randrange(100, 1000)}{letter}"
+    """Three words, of which the first two are rarely shared in a short register."""
+    return f"{rng.choice(_FIRST)}-{rng.choice(_SECOND)}-{rng.choice((*_FIRST, *_SECOND))}"

@@ -165,7 +165,7 @@ def test_a_hidden_answer_stands_once_at_its_depth(kind: str, tokens: int, depth:
     first, last = made.answer_at
     assert made.tokens == len(encode(made.text)) <= tokens
     assert made.text.count(made.expected) == 1 and made.expected in made.text[first:last]
-    assert last <= made.question_at and made.text[made.question_at :].lstrip().startswith("Question:")
+    assert last <= made.question_at and made.expected not in made.text[made.question_at :]
     assert made.text == made.text.rstrip()  # the answer follows after a space
     if made.tokens > 2000:
         # Lines are not cut, so the depth is met to within a line.
@@ -182,7 +182,9 @@ def test_depth_moves_the_answer_and_nothing_else() -> None:
 
 def test_a_register_asks_for_a_key_that_is_there_once() -> None:
     made = retrieval.retrieval_prompt("key-value", 60_000, 0.3, seed=2, encode=encode)
-    keys = re.findall(r"^(\S+): \d+$", made.text, re.M)
+    keys = re.findall(r"^(\S+): \d+$", made.text[: made.question_at], re.M)
+    solved = re.findall(r"^(\S+): \d+$", made.text[made.question_at :], re.M)
+    assert len(solved) == 2 and set(solved) < set(keys)
     assert len(keys) == len(set(keys)) > 1000
 
 
