@@ -209,9 +209,10 @@ def _online(theme: Theme) -> None:
         st.markdown(
             f"This head has {N} rows with topics in blocks. Its last rows also need **one single key**, number "
             f"{NEEDLE}, whose neighbours they dislike. Averaging the block first drowns that key in its "
-            "neighbours; the softmax would have let it win. Pooling and multiplying can change places, softmax and pooling cannot."
+            "neighbours; the softmax would have let it win. Pooling and multiplying can change places, "
+            "softmax and pooling cannot."
         )
-        block = int(parts.choice("Block size b", ["8", "4", "16"], "blocks-size"))
+        block = int(parts.choice("Block size b", ["4", "8", "16"], "blocks-size", start="8"))
         k = parts.slider("Key blocks kept per query block, k", 1, 6, 2, "blocks-k")
         needle = parts.amount("Strength of the lone key", 0.0, 10.0, 7.0, 0.5, "blocks-needle")
     found = lesson(block, k, needle)

@@ -168,8 +168,8 @@ def show(theme: Theme) -> None:
         st.markdown(
             "A kernel never holds a whole row. It loads a **tile** of keys, then the next. Softmax divides by a sum "
             "over all keys, which is known only at the end, so the kernel carries three things along: the highest "
-            "score so far (m), the sum of exponentials relative to it (l), and the weighted sum of values (p). When a tile "
-            "brings a higher score, what was gathered is shrunk to the new scale. At the end the output is p / l, "
+            "score so far (m), the sum of exponentials relative to it (l), and the weighted sum of values (p). "
+            "When a tile brings a higher score, what was gathered is shrunk to the new scale. At the end the output is p / l, "
             "exactly."
         )
         parts.formula(
@@ -177,7 +177,7 @@ def show(theme: Theme) -> None:
             r"p'&=e^{m-m'}p+\textstyle\sum_t e^{x_t-m'}v_t\end{aligned}",
             "eq. 7 and 8",
         )  # fmt: skip
-        tile = int(parts.choice("Keys per tile", ["3", "2", "4", "6"], "online-tile"))
+        tile = int(parts.choice("Keys per tile", ["2", "3", "4", "6"], "online-tile", start="3"))
         boost = parts.amount("Raise the best key's score by", 0.0, 4.0, 0.0, 0.5, "online-boost")
         found = lesson(tile, boost)
         count = len(found.steps)

@@ -38,11 +38,11 @@ def amount(
     )
 
 
-def choice(label: str, options: Sequence[str], key: str, help: str | None = None) -> str:
-    """One of a few words; the first is the default."""
+def choice(label: str, options: Sequence[str], key: str, help: str | None = None, start: str | None = None) -> str:
+    """One of a few words; the first is the default unless `start` names another."""
     return str(
         st.segmented_control(
-            label, list(options), default=options[0], required=True, key=key, help=help, bind="query-params",
+            label, list(options), default=start or options[0], required=True, key=key, help=help, bind="query-params",
             persist_state="session", wrap=True,
         )
     )  # fmt: skip

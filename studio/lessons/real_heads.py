@@ -164,7 +164,7 @@ def draw_map(found: HeadMaps, family: str | None, missed: float, theme: Theme) -
     title = "Dense, exact" if family is None else f"{GLYPHS[family]} {family}: misses {percent(missed)}"
     return charts.pooled_map(
         found.dense, found.row_edges, found.column_edges, title, theme,
-        computed=None if family is None else found.computed, height=360,
+        computed=None if family is None else found.computed, height=440,
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from headscope.studio.lessons.figures import Kind
 from headscope.studio.theme import Theme
 from headscope.studio.words import milliseconds, percent
 
-N = 60
+N = 58
 WIDTHS = (1, 2, 4, 8, 16)
-TIMED_N, TIMED_WIDTHS = 1024, (2, 8, 32, 128)
+TIMED_N, TIMED_WIDTHS = 512, (2, 8, 32, 128)
 SPREADS = {"side by side": (0, 1, 2, 24, 25, 26), "far apart": (0, 9, 18, 27, 36, 45)}
 COLUMNS = (0, 13)
 
@@ -171,7 +171,7 @@ def show(theme: Theme) -> None:
             "section 4.1", "The rule is part of the index, so every machine computes the same cells.",
         )  # fmt: skip
         spread = parts.choice("The six distances lie", list(SPREADS), "tiles-spread")
-        width = int(parts.choice("Tile width W", ["8", "1", "2", "4", "16"], "tiles-width",
+        width = int(parts.choice("Tile width W", [str(one) for one in WIDTHS], "tiles-width", start="8",
                                  help="1 is no expansion; kernels use 128 at full size"))  # fmt: skip
     found = lesson(spread, width)
     with right:
@@ -216,7 +216,7 @@ def _times(theme: Theme) -> None:
         st.session_state["tiles-timed"] = measure()
     found: list[Timing] | None = st.session_state.get("tiles-timed")
     if found is None:
-        st.caption(f"One head of {TIMED_N:,} tokens, takes a second or two. Nothing is measured until you press.")
+        st.caption(f"One head of {TIMED_N:,} tokens, takes a few seconds. Nothing is measured until you press.")
         return
     parts.picture(
         draw_times(found, theme), "tiles-times",

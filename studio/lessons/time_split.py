@@ -210,7 +210,7 @@ def _measured() -> None:
         st.session_state["time-measured"] = [measure(tokens) for tokens in (512, 1024, 2048)]
     found: list[Measured] | None = st.session_state.get("time-measured")
     if found is None:
-        st.caption("Takes a second or two. Nothing is measured until you press.")
+        st.caption("Takes a few seconds. Nothing is measured until you press.")
         return
     st.dataframe(
         pl.DataFrame(
