@@ -184,10 +184,9 @@ def _choose_lines(
         local, slash = [plan.local for plan in slashes], [plan.slash for plan in slashes]
         _choose(pick, local, slash, own_here, rows_here, flags=chosen)
         length_here = device_ints(own_here, device)
-        for mode, side in ((triton_select.RUN_FIRST, 0), (triton_select.RUN_LAST, 1)):
-            triton_select.write(
-                chosen, mode, length_here, rows_here, out=table.bands[..., side], count=table.band_count, stride=2
-            )
+        triton_select.write(
+            chosen, triton_select.RUNS, length_here, rows_here, out=table.bands, count=table.band_count
+        )
         if tile > 1:
             marked = torch.zeros(len(by_distance), kv_len + 3 * tile, dtype=torch.uint8, device=device)
             _run_marks_kernel[(len(by_distance),)](

@@ -80,38 +80,58 @@ def _join_kernel(
     tl.store(norm_ptr + (slot * tl.num_programs(1) + chunk) * 64 + lane, norm)
 
 
-@triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "span"))
+@triton.jit(
+    do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "span", "tiles", "per_program")
+)
 def _weights_kernel(
-    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, norm_ptr, weight_ptr, column_ptr, q_len, kv_len, heads, group,
-    rows_cap, row_chunks, span, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr,
-    BY_MAX: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, norm_ptr, weight_d, column_ptr, q_len, kv_len, heads, group,
+    rows_cap, row_chunks, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr,
+    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """128 columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
-    tile, slot = tl.program_id(1), tl.program_id(0)
+    """Tiles of 128 columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
+    slot = tl.program_id(0)
     head = tl.load(heads_ptr + slot)
     sequence = head // heads
     start = tl.load(starts_ptr + sequence)
     kv_head = sequence * (heads // group) + head % heads // group
-    columns = tile * 128 + tl.arange(0, 128)
-    k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
-    best = tl.full([128], float("-inf") if BY_MAX else 0.0, tl.float32)
+    shift = kv_len - q_len - start
     lane = tl.arange(0, 64)
-    for chunk in range(row_chunks):
-        row, q = _sampled(
-            q_ptr, rows_ptr, sequence, head, kv_len - q_len - start, chunk * 64, rows_cap, q_len, D, WIDTH
-        )
-        norm = tl.load(norm_ptr + (slot * row_chunks + chunk) * 64 + lane)
-        weight = tl.dot(q, k.T, input_precision=PRECISION) * scale - norm[:, None]
-        if LOGIT == 0:
-            weight = tl.math.exp2(weight)
-        weight = tl.where(row[:, None] >= columns[None, :], weight, 0.0)
-        line = (slot * row_chunks + chunk).to(tl.int64) * 64 + lane
-        tl.store(weight_ptr + line[:, None] * span + columns[None, :], weight)
-        if BY_MAX:
-            best = tl.maximum(best, tl.max(tl.where((row >= 0)[:, None], weight, float("-inf")), 0))
+    row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, 0, rows_cap, q_len, D, WIDTH)
+    norm = tl.load(norm_ptr + slot * row_chunks * 64 + lane)
+    first = tl.program_id(1) * per_program
+    for tile in tl.range(first, tl.minimum(first + per_program, tiles), num_stages=2):
+        columns = tile * 128 + tl.arange(0, 128)
+        k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
+        if SINGLE:
+            weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
+            weight_d.store([slot, 0, tile * 128], weight.reshape([1, 64, 128]))
+            best = _per_column(row, weight, BY_MAX)
         else:
-            best += tl.sum(weight, 0)
-    tl.store(column_ptr + slot.to(tl.int64) * span + columns, best)
+            best = tl.full([128], float("-inf") if BY_MAX else 0.0, tl.float32)
+            for chunk in range(row_chunks):
+                row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, chunk * 64, rows_cap, q_len, D, WIDTH)
+                norm = tl.load(norm_ptr + (slot * row_chunks + chunk) * 64 + lane)
+                weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
+                weight_d.store([slot, chunk * 64, tile * 128], weight.reshape([1, 64, 128]))
+                here = _per_column(row, weight, BY_MAX)
+                best = tl.maximum(best, here) if BY_MAX else best + here
+        tl.store(column_ptr + slot.to(tl.int64) * span + columns, best)
+
+
+@triton.jit
+def _statistic(row, q, k, norm, columns, scale, LOGIT: tl.constexpr, PRECISION: tl.constexpr):
+    weight = tl.dot(q, k.T, input_precision=PRECISION) * scale - norm[:, None]
+    if LOGIT == 0:
+        weight = tl.math.exp2(weight)
+    return tl.where(row[:, None] >= columns[None, :], weight, 0.0)
+
+
+@triton.jit
+def _per_column(row, weight, BY_MAX: tl.constexpr):
+    if BY_MAX:
+        return tl.max(tl.where((row >= 0)[:, None], weight, float("-inf")), 0)
+    else:
+        return tl.sum(weight, 0)
 
 
 @triton.jit(do_not_specialize=("heads", "rows_cap", "row_chunks", "span", "flag_size"))
@@ -219,9 +239,11 @@ def weights(
     _join_kernel[(lines, chunks)](
         top, total, norm, rows, heads, q.shape[1], rows_cap, LOGIT=logit, SPLITS=splits, num_warps=4
     )
-    _weights_kernel[(lines, tiles)](
-        q, keys, rows, heads, starts, norm, weight, column, *shape, chunks, span, unit,
-        D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max, PRECISION=precision(q.dtype), num_warps=4,
+    per_program = max(1, min(8, tiles * lines // 1024))
+    _weights_kernel[(lines, -(-tiles // per_program))](
+        q, keys, rows, heads, starts, norm, descriptor(weight, 64, 128),
+        column, *shape, chunks, span, tiles, per_program, unit, D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max,
+        SINGLE=chunks == 1, PRECISION=precision(q.dtype), num_warps=4,
     )  # fmt: skip
     return weight, column
 

@@ -19,13 +19,13 @@ SCORES = 0
 """Entries: forced ones, then scores above the cut, then scores at the cut as far as the budget goes."""
 MARKS = 1
 """Entries: bytes that are not 0."""
-RUN_FIRST, RUN_LAST = 2, 3
-"""Entries: first or last positions of runs of bytes that are not 0."""
+RUNS = 2
+"""Entries: pairs of first and last positions of runs of bytes that are not 0."""
 
 
 @triton.jit
 def _flags(in_ptr, cut_ptr, forced_ptr, length_ptr, line, at, row_size, MODE: tl.constexpr, CHUNK: tl.constexpr):
-    """(sure, equal) of one chunk: chosen whatever happens; chosen as far as the budget goes. int32."""
+    """int32 flags of one chunk: chosen whatever happens, and chosen as far as the budget goes (runs: first, last)."""
     place = at + tl.arange(0, CHUNK)
     length = tl.load(length_ptr + line)
     inside = place < length
@@ -39,11 +39,12 @@ def _flags(in_ptr, cut_ptr, forced_ptr, length_ptr, line, at, row_size, MODE: tl
         open_ = inside & (place >= forced)
         return (first | (open_ & (score > cut))).to(tl.int32), (open_ & (score == cut)).to(tl.int32)
     here = tl.load(base + place, mask=inside, other=0).to(tl.int32) > 0
+    ends = tl.zeros([CHUNK], tl.int32)
     if MODE == 2:
+        after = tl.load(base + place + 1, mask=place + 1 < length, other=0).to(tl.int32)
+        ends = (here & (after == 0)).to(tl.int32)
         here = here & (tl.load(base + place - 1, mask=inside & (place > 0), other=0).to(tl.int32) == 0)
-    if MODE == 3:
-        here = here & (tl.load(base + place + 1, mask=place + 1 < length, other=0).to(tl.int32) == 0)
-    return here.to(tl.int32), tl.zeros([CHUNK], tl.int32)
+    return here.to(tl.int32), ends
 
 
 @triton.jit(do_not_specialize=("row_size", "chunks"))
@@ -62,10 +63,10 @@ def _count_kernel(
 @triton.jit(do_not_specialize=("row_size", "chunks", "out_cap", "flag_size"))
 def _write_kernel(
     in_ptr, cut_ptr, forced_ptr, length_ptr, budget_ptr, tally_ptr, row_ptr, out_ptr, count_ptr, flag_ptr,
-    row_size, chunks, out_cap, flag_size, MODE: tl.constexpr, STRIDE: tl.constexpr, LIST: tl.constexpr,
+    row_size, chunks, out_cap, flag_size, MODE: tl.constexpr, LIST: tl.constexpr,
     COUNT: tl.constexpr, FLAGS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The places of one chunk: list entries at `out[row, k * STRIDE]`, the count per row, bytes at `flags[line]`."""
+    """The places of one chunk: list entries at `out[row]`, the count per row, bytes at `flags[line]`."""
     line = tl.program_id(1)
     chunk = tl.program_id(0)
     sure_before = 0
@@ -84,14 +85,21 @@ def _write_kernel(
     if MODE == 0:
         spare = tl.maximum(tl.load(budget_ptr + line) - sure_all, 0)
     rank = equal_before + tl.cumsum(equal, 0) - equal
-    taken = (sure > 0) | ((equal > 0) & (rank < spare))
+    taken = sure > 0
+    if MODE == 0:
+        taken = taken | ((equal > 0) & (rank < spare))
     counted = taken.to(tl.int32)
     before = sure_before + tl.minimum(equal_before, spare)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(row_ptr + line).to(tl.int64)
     if LIST:
         at = before + tl.cumsum(counted, 0) - counted
-        tl.store(out_ptr + row * out_cap + at * STRIDE, place, mask=taken & (at * STRIDE < out_cap))
+        if MODE == 2:
+            # The run that ends here is the one that began last: as many ends as beginnings lie before it.
+            tl.store(out_ptr + row * out_cap + at * 2, place, mask=taken & (at * 2 < out_cap))
+            tl.store(out_ptr + row * out_cap + rank * 2 + 1, place, mask=(equal > 0) & (rank * 2 < out_cap))
+        else:
+            tl.store(out_ptr + row * out_cap + at, place, mask=taken & (at < out_cap))
     if COUNT:
         if chunk == chunks - 1:
             tl.store(count_ptr + row, before + tl.sum(counted, 0))
@@ -136,12 +144,12 @@ def _shared_bounds(forced: tuple[int, ...], lengths: tuple[int, ...]) -> list[tu
 def write(
     source: torch.Tensor, mode: int, length: torch.Tensor, rows: torch.Tensor, *,
     cut: torch.Tensor | None = None, forced: torch.Tensor | None = None, budget: torch.Tensor | None = None,
-    out: torch.Tensor | None = None, count: torch.Tensor | None = None, stride: int = 1,
+    out: torch.Tensor | None = None, count: torch.Tensor | None = None,
     flags: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Lists the entries of each line of `source` [lines, n] below `length` [lines] (see the modes above).
 
-    Line `l` goes to row `rows[l]` of `out` (row size `out.stride(0)`, entries `stride` apart) and of `count`;
+    Line `l` goes to row `rows[l]` of `out` (row size `out.stride(0)`) and of `count`;
     `flags` uint8 [lines, n] gets a byte per position. Budgets and cuts belong to `SCORES`.
     """
     lines, size = source.shape
@@ -157,6 +165,6 @@ def write(
         none if budget is None else budget, tally, rows, none if out is None else out,
         none if count is None else count, none if flags is None else flags, size, chunks,
         0 if out is None else out.stride(0), 0 if flags is None else flags.shape[1],
-        MODE=mode, STRIDE=stride, LIST=out is not None, COUNT=count is not None, FLAGS=flags is not None,
+        MODE=mode, LIST=out is not None, COUNT=count is not None, FLAGS=flags is not None,
         CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip

@@ -44,7 +44,7 @@ def test_in_interpreter(part: str) -> None:
 
 
 @inside
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_attention_over_layouts(seed: int) -> None:
     from headscope.kernels import triton_attention
 
@@ -56,7 +56,7 @@ def test_attention_over_layouts(seed: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("seed", range(1000, 1025))
+@pytest.mark.parametrize("seed", range(1000, 1012))
 def test_attention_dense(seed: int) -> None:
     from headscope.kernels import triton_attention
 
@@ -118,7 +118,7 @@ def test_attention_keep_bits(seed: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_mass_maps(seed: int) -> None:
     """Pooled maps of everything and of a layout, and cell counts, for random crops and pools."""
     from headscope.kernels import triton_mass
@@ -139,7 +139,7 @@ def test_mass_maps(seed: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_mass_sums(seed: int) -> None:
     from headscope.kernels import triton_mass
 
@@ -156,6 +156,7 @@ def _span(rng: random.Random, length: int) -> tuple[int, int]:
     return rng.choice(((0, length), (low, rng.randrange(low, length) + 1)))
 
 
+SHAPES = ((1, 330, 330, (0,)), (2, 70, 200, (0, 77)), (1, 1, 65, (0,)))
 PLANS = {
     "online": (
         HeadPlan(vertical=9, sink=2, slash=12, local=3),
@@ -179,12 +180,11 @@ PLANS = {
 @inside
 @pytest.mark.parametrize("plans", PLANS)
 @pytest.mark.parametrize("estimator", range(6))
-@pytest.mark.parametrize("shape", [(1, 330, 330, (0,)), (2, 70, 200, (0, 77)), (1, 1, 65, (0,))])
-def test_index_equals_torch(plans: str, estimator: int, shape: tuple) -> None:
-    """The same requested and computed cells as the torch path, on integer-valued inputs and short sums of them."""
+def test_index_equals_torch(plans: str, estimator: int) -> None:
+    """The same requested and computed cells as the torch path."""
     from headscope.kernels import triton_index
 
-    batch, q_len, kv_len, starts = shape
+    batch, q_len, kv_len, starts = SHAPES[estimator % 3]
     generator = torch.Generator().manual_seed(7 * estimator + kv_len)
     q = torch.randn(batch, 6, q_len, 16, generator=generator)
     k = torch.randn(batch, 2, kv_len, 16, generator=generator)
