@@ -30,32 +30,61 @@ def _later(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=("flag_size", "mark_size"))
-def _run_marks_kernel(flag_ptr, length_ptr, mark_ptr, flag_size, mark_size, CHUNK: tl.constexpr):
-    """Rule `tiles/1` (R = 64, W = 128): marks the window offsets that the chosen distances of one head touch."""
+@triton.jit(do_not_specialize=("flag_size", "bands_cap", "windows_cap"))
+def _runs_kernel(
+    flag_ptr, length_ptr, row_ptr, bands_ptr, band_count_ptr, windows_ptr, window_count_ptr,
+    flag_size, bands_cap, windows_cap, WINDOWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Chosen distances of one head as ascending bands and, by rule `tiles/1` (R = 64, W = 128), as windows.
+
+    Distances of a run touch windows in ascending order, so a window is new when it lies beyond the last window of
+    the chosen distance before, which is known without a scan over windows.
+    """
     line = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + line)
+    row = tl.load(row_ptr + line).to(tl.int64)
     flag_ptr += line * flag_size
-    mark_ptr += line * mark_size
+    bands_ptr += row * bands_cap * 2
+    windows_ptr += row * windows_cap
     latest = -(2**30)
     start = -1
+    n_first = 0
+    n_last = 0
+    n_windows = 0
     for at in range(0, length, CHUNK):
         distance = at + tl.arange(0, CHUNK)
         here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32) > 0
-        left = (distance > 0) & (distance <= length)
-        beside = tl.load(flag_ptr + distance - 1, mask=left, other=0).to(tl.int32) > 0
-        before = tl.associative_scan(tl.where(beside, distance - 1, -(2**30)), 0, _later)
-        before = tl.maximum(before, latest)
-        begins = tl.where(here & (distance - before >= 192), distance, -1)
-        run = tl.maximum(tl.associative_scan(begins, 0, _later), start)
-        along = distance - run
-        one = tl.full([CHUNK], 1, tl.uint8)
-        first = run + 64 + along // 128 * 128
-        second = run + 64 + (along + 63) // 128 * 128
-        tl.store(mark_ptr + first, one, mask=here & (first - 127 < length))
-        tl.store(mark_ptr + second, one, mask=here & (second - 127 < length))
-        latest = tl.maximum(latest, tl.max(tl.where(here, distance, -(2**30)), 0))
-        start = tl.maximum(start, tl.max(run, 0))
+        beside = tl.load(flag_ptr + distance - 1, mask=(distance > 0) & (distance <= length), other=0).to(tl.int32) > 0
+        after = tl.load(flag_ptr + distance + 1, mask=distance + 1 < length, other=0).to(tl.int32) > 0
+        first = (here & (beside == 0)).to(tl.int32)
+        last = (here & (after == 0)).to(tl.int32)
+        place = n_first + tl.cumsum(first, 0) - 1
+        tl.store(bands_ptr + place * 2, distance, mask=(first > 0) & (place < bands_cap))
+        place = n_last + tl.cumsum(last, 0) - 1
+        tl.store(bands_ptr + place * 2 + 1, distance, mask=(last > 0) & (place < bands_cap))
+        n_first += tl.sum(first, 0)
+        n_last += tl.sum(last, 0)
+        if WINDOWS:
+            before = tl.associative_scan(tl.where(beside, distance - 1, -(2**30)), 0, _later)
+            before = tl.maximum(before, latest)
+            opens = here & (distance - before >= 192)
+            run = tl.maximum(tl.associative_scan(tl.where(opens, distance, -1), 0, _later), start)
+            one = run + 64 + (distance - run) // 128 * 128
+            two = run + 64 + (distance - run + 63) // 128 * 128
+            reached = tl.where(opens, -1, run + 64 + (before - run + 63) // 128 * 128)
+            new_one = (here & (one > reached) & (one - 127 < length)).to(tl.int32)
+            new_two = (here & (two > reached) & (two > one) & (two - 127 < length)).to(tl.int32)
+            new = new_one + new_two
+            place = n_windows + tl.cumsum(new, 0) - new
+            tl.store(windows_ptr + place, one, mask=(new_one > 0) & (place < windows_cap))
+            place += new_one
+            tl.store(windows_ptr + place, two, mask=(new_two > 0) & (place < windows_cap))
+            n_windows += tl.sum(new, 0)
+            latest = tl.maximum(latest, tl.max(tl.where(here, distance, -(2**30)), 0))
+            start = tl.maximum(start, tl.max(run, 0))
+    tl.store(band_count_ptr + row, n_first)
+    if WINDOWS:
+        tl.store(window_count_ptr + row, n_windows)
 
 
 @dataclass(frozen=True)
@@ -180,22 +209,14 @@ def _choose_lines(
         slashes = [plans[online[line]] for line in by_distance]
         own_here = tuple(own[line] for line in by_distance)
         rows_here = device_ints(tuple(online[line] for line in by_distance), device)
-        chosen = torch.zeros(len(by_distance), kv_len + 1, dtype=torch.uint8, device=device)
+        chosen = torch.empty(len(by_distance), kv_len, dtype=torch.uint8, device=device)
         local, slash = [plan.local for plan in slashes], [plan.slash for plan in slashes]
         _choose(pick, local, slash, own_here, rows_here, flags=chosen)
         length_here = device_ints(own_here, device)
-        triton_select.write(
-            chosen, triton_select.RUNS, length_here, rows_here, out=table.bands, count=table.band_count
-        )
-        if tile > 1:
-            marked = torch.zeros(len(by_distance), kv_len + 3 * tile, dtype=torch.uint8, device=device)
-            _run_marks_kernel[(len(by_distance),)](
-                chosen, length_here, marked, chosen.shape[1], marked.shape[1], CHUNK=4096, num_warps=8
-            )
-            span = device_ints((marked.shape[1],) * len(by_distance), device)
-            triton_select.write(
-                marked, triton_select.MARKS, span, rows_here, out=table.windows, count=table.window_count
-            )
+        _runs_kernel[(len(by_distance),)](
+            chosen, length_here, rows_here, table.bands, table.band_count, table.windows, table.window_count,
+            chosen.shape[1], table.bands.shape[1], table.windows.shape[1], WINDOWS=tile > 1, CHUNK=4096, num_warps=8,
+        )  # fmt: skip
     if by_windows and table.windows is not table.grid:
         at = device_ints(tuple(online[line] for line in by_windows), device).long()
         table.windows[at, : table.grid.shape[1]] = table.grid[at]

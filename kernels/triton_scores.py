@@ -58,35 +58,26 @@ def _norm_kernel(
     tl.store(total_ptr + out, total)
 
 
-@triton.jit(do_not_specialize=("rows_cap", "heads"))
-def _join_kernel(
-    top_ptr, total_ptr, norm_ptr, rows_ptr, heads_ptr, heads, rows_cap, LOGIT: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Splits joined: log-sum-exp in base 2, or the mean logit, per sampled row."""
-    slot, chunk = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, 64)
-    line = (slot * tl.num_programs(1) + chunk) * SPLITS * 64
-    place = line + tl.arange(0, SPLITS)[:, None] * 64 + lane[None, :]
+@triton.jit
+def _join(top_ptr, total_ptr, line, row, LOGIT: tl.constexpr, SPLITS: tl.constexpr):
+    """Splits joined: log-sum-exp in base 2, or the mean logit, of 64 sampled rows."""
+    place = line * SPLITS * 64 + tl.arange(0, SPLITS)[:, None] * 64 + tl.arange(0, 64)[None, :]
     total = tl.load(total_ptr + place)
     if LOGIT:
-        sequence = tl.load(heads_ptr + slot) // heads
-        at = chunk * 64 + lane
-        row = tl.load(rows_ptr + sequence * rows_cap + at, mask=at < rows_cap, other=0)
-        norm = tl.sum(total, 0) / (tl.maximum(row, 0) + 1)
+        return tl.sum(total, 0) / (tl.maximum(row, 0) + 1)
     else:
         top = tl.load(top_ptr + place)
         most = tl.max(top, 0)
-        norm = most + tl.math.log2(tl.sum(total * tl.math.exp2(top - most[None, :]), 0))
-    tl.store(norm_ptr + (slot * tl.num_programs(1) + chunk) * 64 + lane, norm)
+        return most + tl.math.log2(tl.sum(total * tl.math.exp2(top - most[None, :]), 0))
 
 
 @triton.jit(
     do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "span", "tiles", "per_program")
 )
 def _weights_kernel(
-    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, norm_ptr, weight_d, column_ptr, q_len, kv_len, heads, group,
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, weight_d, column_ptr, q_len, kv_len, heads, group,
     rows_cap, row_chunks, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr,
-    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr,
+    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
     slot = tl.program_id(0)
@@ -95,9 +86,8 @@ def _weights_kernel(
     start = tl.load(starts_ptr + sequence)
     kv_head = sequence * (heads // group) + head % heads // group
     shift = kv_len - q_len - start
-    lane = tl.arange(0, 64)
     row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, 0, rows_cap, q_len, D, WIDTH)
-    norm = tl.load(norm_ptr + slot * row_chunks * 64 + lane)
+    norm = _join(top_ptr, total_ptr, slot * row_chunks, row, LOGIT, SPLITS)
     first = tl.program_id(1) * per_program
     for tile in tl.range(first, tl.minimum(first + per_program, tiles), num_stages=2):
         columns = tile * 128 + tl.arange(0, 128)
@@ -110,7 +100,7 @@ def _weights_kernel(
             best = tl.full([128], float("-inf") if BY_MAX else 0.0, tl.float32)
             for chunk in range(row_chunks):
                 row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, chunk * 64, rows_cap, q_len, D, WIDTH)
-                norm = tl.load(norm_ptr + (slot * row_chunks + chunk) * 64 + lane)
+                norm = _join(top_ptr, total_ptr, slot * row_chunks + chunk, row, LOGIT, SPLITS)
                 weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
                 weight_d.store([slot, chunk * 64, tile * 128], weight.reshape([1, 64, 128]))
                 here = _per_column(row, weight, BY_MAX)
@@ -226,7 +216,6 @@ def weights(
     span = tiles * 128
     top = torch.empty(lines, chunks, splits, 64, dtype=torch.float32, device=q.device)
     total = torch.empty_like(top)
-    norm = torch.empty(lines, chunks, 64, dtype=torch.float32, device=q.device)
     weight = torch.empty(lines, chunks * 64, span, dtype=torch.float32, device=q.device)
     column = torch.empty(lines, span, dtype=torch.float32, device=q.device)
     shape = (q.shape[2], kv_len, q.shape[1], q.shape[1] // k.shape[1], rows_cap)
@@ -236,14 +225,11 @@ def weights(
         q, keys, rows, heads, starts, top, total, *shape, tiles, -(-tiles // splits), chunks, unit,
         D=head_dim, WIDTH=width, LOGIT=logit, PRECISION=precision(q.dtype), num_warps=4,
     )  # fmt: skip
-    _join_kernel[(lines, chunks)](
-        top, total, norm, rows, heads, q.shape[1], rows_cap, LOGIT=logit, SPLITS=splits, num_warps=4
-    )
     per_program = max(1, min(8, tiles * lines // 1024))
     _weights_kernel[(lines, -(-tiles // per_program))](
-        q, keys, rows, heads, starts, norm, descriptor(weight, 64, 128),
+        q, keys, rows, heads, starts, top, total, descriptor(weight, 64, 128),
         column, *shape, chunks, span, tiles, per_program, unit, D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max,
-        SINGLE=chunks == 1, PRECISION=precision(q.dtype), num_warps=4,
+        SINGLE=chunks == 1, SPLITS=splits, PRECISION=precision(q.dtype), num_warps=4,
     )  # fmt: skip
     return weight, column
 

@@ -19,13 +19,11 @@ SCORES = 0
 """Entries: forced ones, then scores above the cut, then scores at the cut as far as the budget goes."""
 MARKS = 1
 """Entries: bytes that are not 0."""
-RUNS = 2
-"""Entries: pairs of first and last positions of runs of bytes that are not 0."""
 
 
 @triton.jit
 def _flags(in_ptr, cut_ptr, forced_ptr, length_ptr, line, at, row_size, MODE: tl.constexpr, CHUNK: tl.constexpr):
-    """int32 flags of one chunk: chosen whatever happens, and chosen as far as the budget goes (runs: first, last)."""
+    """int32 flags of one chunk: chosen whatever happens, and chosen as far as the budget goes."""
     place = at + tl.arange(0, CHUNK)
     length = tl.load(length_ptr + line)
     inside = place < length
@@ -39,12 +37,7 @@ def _flags(in_ptr, cut_ptr, forced_ptr, length_ptr, line, at, row_size, MODE: tl
         open_ = inside & (place >= forced)
         return (first | (open_ & (score > cut))).to(tl.int32), (open_ & (score == cut)).to(tl.int32)
     here = tl.load(base + place, mask=inside, other=0).to(tl.int32) > 0
-    ends = tl.zeros([CHUNK], tl.int32)
-    if MODE == 2:
-        after = tl.load(base + place + 1, mask=place + 1 < length, other=0).to(tl.int32)
-        ends = (here & (after == 0)).to(tl.int32)
-        here = here & (tl.load(base + place - 1, mask=inside & (place > 0), other=0).to(tl.int32) == 0)
-    return here.to(tl.int32), ends
+    return here.to(tl.int32), tl.zeros([CHUNK], tl.int32)
 
 
 @triton.jit(do_not_specialize=("row_size", "chunks"))
@@ -94,12 +87,7 @@ def _write_kernel(
     row = tl.load(row_ptr + line).to(tl.int64)
     if LIST:
         at = before + tl.cumsum(counted, 0) - counted
-        if MODE == 2:
-            # The run that ends here is the one that began last: as many ends as beginnings lie before it.
-            tl.store(out_ptr + row * out_cap + at * 2, place, mask=taken & (at * 2 < out_cap))
-            tl.store(out_ptr + row * out_cap + rank * 2 + 1, place, mask=(equal > 0) & (rank * 2 < out_cap))
-        else:
-            tl.store(out_ptr + row * out_cap + at, place, mask=taken & (at < out_cap))
+        tl.store(out_ptr + row * out_cap + at, place, mask=taken & (at < out_cap))
     if COUNT:
         if chunk == chunks - 1:
             tl.store(count_ptr + row, before + tl.sum(counted, 0))
