@@ -177,6 +177,18 @@ def test_spread_rows_see_both_chapters() -> None:
     assert spread.mean > tail.mean
 
 
+def test_a_mean_is_fooled_by_a_distance_that_one_row_can_have() -> None:
+    found = dict(estimator.distance_variants(estimator.long_head(), 3, 3, Estimator(rows=8)))
+    last = estimator.LONG - 1
+    assert last in found["mean, keep"].distances
+    assert last not in found["sum, keep"].distances
+    assert last not in found["shrunk, keep"].distances
+    assert found["sum, removed"].mean > found["sum, keep"].mean > found["mean, keep"].mean
+    distance = found["mean, keep"].distance_scores
+    weights = found["mean, keep"].weights
+    assert distance[last] == pytest.approx(weights[last, 0], abs=1e-6)
+
+
 def test_captured_mass_of_an_estimate_is_the_weight_on_its_cells() -> None:
     found = estimator.lesson(estimator.long_head(), 2, 4, Estimator(rows=6))
     read = np.isin(found.classes, (2, 3))

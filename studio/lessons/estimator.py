@@ -75,7 +75,7 @@ def article_head() -> toy.Head:
 def long_head() -> toy.Head:
     """A prompt of two chapters: the first half reads key 6, the second key 27; everybody reads the first token."""
     spots = [
-        (range(LONG), [0], 2.2),
+        (range(LONG), [0], 2.8),
         (range(8, 26), [6], 4.2),
         (range(29, LONG), [27], 4.2),
     ]
@@ -114,6 +114,15 @@ def variants(one: toy.Head, vertical: int, slash: int, base: Estimator) -> list[
         (f"{where}, {columns}", lesson(one, vertical, slash, replace(base, where=where, columns=columns)))
         for where in ("tail", "spread", "half")
         for columns in ("sum", "max")
+    ]
+
+
+def distance_variants(one: toy.Head, vertical: int, slash: int, base: Estimator) -> list[tuple[str, EstimatorLesson]]:
+    """The same budget under each way to add up distances, with and without the columns already kept."""
+    return [
+        (f"{slashes}, {overlap}", lesson(one, vertical, slash, replace(base, slashes=slashes, overlap=overlap)))
+        for slashes in ("sum", "mean", "shrunk")
+        for overlap in ("keep", "removed")
     ]
 
 

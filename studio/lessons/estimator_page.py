@@ -179,12 +179,16 @@ def _compare(one: Head, vertical: int, slash: int, settings: Estimator, theme: T
             f"All with {settings.rows} sampled rows, {vertical} columns and {slash} distances. The last rows know "
             "nothing of the first chapter; spread rows see both, and each a little less clearly."
         )
-        table = [
-            {"rows, columns by": name, "mean": percent(v.mean), "start": percent(v.thirds[0]),
-             "middle": percent(v.thirds[1]), "end": percent(v.thirds[2]), "columns": _set(v.columns)}
-            for name, v in maths.variants(one, vertical, slash, settings)
-        ]  # fmt: skip
-        st.dataframe(pl.DataFrame(table), hide_index=True, width="stretch")
+        st.dataframe(
+            pl.DataFrame(
+                [
+                    {"rows, columns by": name, "mean": percent(v.mean), "start": percent(v.thirds[0]),
+                     "middle": percent(v.thirds[1]), "end": percent(v.thirds[2]), "columns": _set(v.columns)}
+                    for name, v in maths.variants(one, vertical, slash, settings)
+                ]
+            ),
+            hide_index=True, width="stretch",
+        )  # fmt: skip
     with right:
         counts = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48]
         tail, spread = (
@@ -198,6 +202,36 @@ def _compare(one: Head, vertical: int, slash: int, settings: Estimator, theme: T
             ),
             "est-rows", "Captured mass against the number of sampled rows.",
             lambda: pl.DataFrame({"rows": counts, "tail": tail, "spread": spread}),
+        )  # fmt: skip
+    _compare_distances(one, vertical, slash, settings)
+
+
+def _compare_distances(one: Head, vertical: int, slash: int, settings: Estimator) -> None:
+    found = maths.distance_variants(one, vertical, slash, settings)
+    far = {d for _, v in found for d in v.distances if sum(d <= row for row in v.sampled) == 1}
+    fluke = (
+        f" Here it lets distance {min(far)} in, which a single sampled row can have at all, and which is one column "
+        "seen from one row."
+        if far
+        else ""
+    )
+    left, right = st.columns([2, 3], gap="large")
+    with left:
+        st.markdown(
+            "**Distances** are added up along the diagonals. A sum favours short ones, which more pairs can have; a "
+            f"mean is fooled by long ones, which few can have.{fluke} “Shrunk” is a mean that distrusts few pairs. A strong "
+            "column also shows up in the distances, once for every sampled row: taking it out first frees the budget."
+        )
+    with right:
+        st.dataframe(
+            pl.DataFrame(
+                [
+                    {"distances by, columns kept": name, "distances": _set(v.distances), "mean": percent(v.mean),
+                     "start": percent(v.thirds[0]), "middle": percent(v.thirds[1]), "end": percent(v.thirds[2])}
+                    for name, v in found
+                ]
+            ),
+            hide_index=True, width="content",
         )  # fmt: skip
 
 

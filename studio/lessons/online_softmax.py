@@ -169,8 +169,8 @@ def show(theme: Theme) -> None:
             "A kernel never holds a whole row. It loads a **tile** of keys, then the next. Softmax divides by a sum "
             "over all keys, which is known only at the end, so the kernel carries three things along: the highest "
             "score so far (m), the sum of exponentials relative to it (l), and the weighted sum of values (p). "
-            "When a tile brings a higher score, what was gathered is shrunk to the new scale. At the end the output is p / l, "
-            "exactly."
+            "When a tile brings a higher score, what was gathered is shrunk to the new scale. At the end the output is "
+            "p / l, exactly."
         )
         parts.formula(
             r"\begin{aligned}m'&=\max(m,\max x)\\ \ell'&=e^{m-m'}\ell+\textstyle\sum_t e^{x_t-m'}\\ "

@@ -154,7 +154,8 @@ def _by_hand(found: VerticalSlashLesson, forget: bool) -> None:
     if not shown.keys:
         st.info("This row reads nothing, so its output is 0. Keep a column or a distance that it can reach.")
         return
-    reads = "{" + ", ".join(map(str, shown.keys)) + "}"
+    listed = ", ".join(map(str, shown.keys))
+    reads = f"[{listed}]" if forget else "{" + listed + "}"
     parts.numbers(
         (f"row {found.row} reads", reads, "Key positions, in the order in which they are listed"),
         ("weights", _tuple(shown.weights), "Softmax of the scores over these keys alone"),
