@@ -10,6 +10,7 @@ st.navigation(
     [
         st.Page(PAGES / "heads.py", title="Heads", icon=":material/grid_view:", default=True),
         st.Page(PAGES / "tune.py", title="Tune", icon=":material/tune:"),
+        st.Page(PAGES / "search.py", title="Search", icon=":material/travel_explore:"),
         st.Page(PAGES / "configs.py", title="Configs", icon=":material/inventory_2:"),
         st.Page(PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ],

@@ -254,7 +254,7 @@ def _checks(
     with bar("checking the winner"):
         first = min(calibration, key=lambda prompt: prompt.key)
         own = check_prompt(source, first, result.config, settings.layers, **options)
-        held = [check_prompt(source, prompt, result.config, settings.layers, **options) for prompt in others]
+        held = [check_prompt(source, prompt, result.config, settings.layers, repeats=1, **options) for prompt in others]
     predicted = result.predicted_attention_ms(first)
     found: dict[str, Any] = {"calibration": own.to_dict() | {"predicted_attention_ms": predicted}}
     if held:

@@ -28,6 +28,12 @@ FAMILIES = ("dense", "a-shape", "vertical-slash", "block-sparse")
 _PARTS = ("fixed", "keys", "tile")
 
 
+def dense_tiles(tokens: int) -> float:
+    """Tiles that a dense causal pass over `tokens` rows touches, in row blocks of 64."""
+    blocks = -(-tokens // 64)
+    return blocks * (blocks + 1) / 2 * 64 * 64 / TILE_CELLS
+
+
 @dataclass(frozen=True)
 class Fit:
     """How well the model explains the timings: relative errors over `samples` layers, `left_out` of them outliers."""
@@ -63,14 +69,14 @@ class CostModel:
         if any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < 1e12 for x in numbers):
             raise ConfigError("the coefficients of a cost model must be numbers of at least 0.")
 
-    def head_ms(self, pattern: Pattern, tokens: int, tile_cells: float) -> float:
-        """One head of a sparse layer, its share of the layer's own cost left out."""
+    def head_ms(self, pattern: Pattern, tokens: int, tile_cells: Any) -> Any:
+        """One head of a sparse layer, its share of the layer's own cost left out; `tile_cells` may be an array."""
         entry = self.heads[pattern.kind]
         return entry["fixed"] + entry["keys"] * tokens / 1024 + entry["tile"] * tile_cells / TILE_CELLS
 
     def dense_layer_ms(self, tokens: int, heads: int) -> float:
         """A layer whose heads are all dense: it runs in the dense kernel."""
-        return self.dense[0] + self.dense[1] * heads * tokens * (tokens + 1) / 2 / TILE_CELLS
+        return self.dense[0] + self.dense[1] * heads * dense_tiles(tokens)
 
     def other_ms(self, tokens: int) -> float:
         """Everything in a prefill that is not attention."""
@@ -86,16 +92,21 @@ class CostModel:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
         """Read a file; `ConfigError` with one sentence if it is not a cost model."""
-        value = files.read_json(path)
-        if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
-            raise ConfigError(f'{path}: a cost model is a JSON object with "format": "{FORMAT}".')
+        return cls.from_dict(files.read_json(path), str(path))
+
+    @classmethod
+    def from_dict(cls, value: Any, where: str) -> CostModel:
+        """The model that `to_dict` wrote."""
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ConfigError(f'{where}: a cost model is a JSON object with "format": "{FORMAT}".')
+        rest = {name: entry for name, entry in value.items() if name != "format"}
         try:
-            fit = Fit(**value.pop("fit"))
-            return cls(**{**value, "dense": tuple(value["dense"]), "other": tuple(value["other"]), "fit": fit})
+            fit = Fit(**rest.pop("fit"))
+            return cls(**{**rest, "dense": tuple(rest["dense"]), "other": tuple(rest["other"]), "fit": fit})
         except (KeyError, TypeError, AttributeError) as problem:
-            raise ConfigError(f"{path}: the cost model lacks a field or has an unknown one.") from problem
+            raise ConfigError(f"{where}: the cost model lacks a field or has an unknown one.") from problem
         except ConfigError as problem:
-            raise ConfigError(f"{path}: {problem}") from problem
+            raise ConfigError(f"{where}: {problem}") from problem
 
     @classmethod
     def tiles(cls) -> CostModel:
@@ -133,7 +144,7 @@ def samples(results: Iterable[PromptResult], grid: Grid) -> list[Sample]:
 def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) -> CostModel:
     """The cost model of measured results. Same results, same model, to the last bit."""
     timed = samples(results, grid)
-    several = len({result.tokens for result in results}) > 1
+    several = _lengths_differ(results)
     table = np.array([_features(sample, several) for sample in timed])
     ms = np.array([sample.ms for sample in timed])
     # Other programs make single timings slow, never fast: start from the medians of like samples, then keep what
@@ -188,15 +199,21 @@ def _medians(table: np.ndarray, ms: np.ndarray, groups: list[Any]) -> tuple[np.n
     return np.array([row for row, _ in rows]), np.array([time for _, time in rows])
 
 
+def _lengths_differ(results: Sequence[PromptResult]) -> bool:
+    """Whether what grows with the length can be told from what is fixed: lengths at least a quarter apart."""
+    tokens = [result.tokens for result in results]
+    return max(tokens) >= 1.25 * min(tokens)
+
+
 def _dense_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
     rows, ms = [], []
     for result in results:
-        tiles = result.tokens * (result.tokens + 1) / 2 / TILE_CELLS
+        tiles = dense_tiles(result.tokens)
         times = sorted(layer["dense_ms"] for layer in result.layers)
         rows.append([1.0, tiles * len(result.layers[0]["rows"][0]["mean"])])
         ms.append(times[len(times) // 2])
-    if len({row[1] for row in rows}) < 2:  # one length: all of it is put on the tiles
-        return 0.0, float(np.mean(ms) / rows[0][1])
+    if not _lengths_differ(results):  # all of it is put on the tiles
+        return 0.0, float(np.mean(ms) / np.mean([row[1] for row in rows]))
     found = _relative_fit(np.array(rows), np.array(ms))
     return float(found[0]), float(found[1])
 
@@ -206,8 +223,8 @@ def _other_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
     rest = [max(0.0, result.prefill_ms - sum(layer["dense_ms"] for layer in result.layers)) for result in results]
     if not any(rest):
         return 0.0, 0.0
-    if len({row[1] for row in rows}) < 2:
-        return 0.0, float(np.mean(rest) / rows[0][1])
+    if not _lengths_differ(results):
+        return 0.0, float(np.mean(rest) / np.mean([row[1] for row in rows]))
     found = nonnegative_least_squares(np.array(rows), np.array(rest))
     return float(found[0]), float(found[1])
 

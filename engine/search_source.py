@@ -99,4 +99,4 @@ def _token_ids(loaded: LoadedModel, text: str, template: bool | None) -> torch.T
         return encode(loaded, text, True)[0]
     if loaded.tokenizer is None:
         return encode(loaded, text, False)[0]
-    return torch.tensor(loaded.tokenizer(text, verbose=False).input_ids)
+    return loaded.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]

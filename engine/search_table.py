@@ -73,18 +73,11 @@ class Table:
 
     def head_ms(self, model: CostModel) -> np.ndarray:
         """[layers, heads, candidates]: predicted time of each head in a sparse layer, mean over prompts."""
+        cells = self.stats["tile_cells"]
         return np.mean(
             [
-                np.stack(
-                    [
-                        np.vectorize(lambda cells, p=pattern, n=tokens: model.head_ms(p, n, cells))(
-                            self.stats["tile_cells"][at][:, :, number]
-                        )
-                        for number, pattern in enumerate(self.grid.candidates)
-                    ],
-                    -1,
-                )
-                for at, tokens in enumerate(self.tokens)
+                np.stack([model.head_ms(p, n, cells[at][..., c]) for c, p in enumerate(self.grid.candidates)], -1)
+                for at, n in enumerate(self.tokens)
             ],
             axis=0,
         )

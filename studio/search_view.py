@@ -34,7 +34,7 @@ from headscope.studio.draft import Draft
 from headscope.studio.draft import Grid as Patterns
 from headscope.studio.jobs import Context
 from headscope.studio.lab import Lab
-from headscope.studio.store import data_dir, now
+from headscope.studio.store import ConfigRow, data_dir, now
 
 COLUMNS = {
     "mean": "missed_mass_mean", "worst": "missed_mass_worst", "worst_row": "missed_mass_worst_row",
@@ -124,10 +124,8 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
     place = hardware(loaded.device)
     cost = search_cost.fit(results, plan.grid, {"hardware": place, "versions": versions()})
     result = choose(results, settings, target, folder, facts, cost, place)
-    from headscope.studio.exports import save_imported
-
     held.store.add_model(loaded.fingerprint, plan.model, facts)
-    stored = save_imported(held, result.config, f"search {now():%Y-%m-%d %H:%M}")
+    stored = save_winner(held, result.config, f"search {now():%Y-%m-%d %H:%M}")
     kept = {
         "plan": {"samples": list(plan.samples), "tokens": plan.tokens, "chat": plan.chat},
         "facts": facts,
@@ -140,6 +138,20 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
         "target": target.to_dict(),
     }
     return held.store.add_search(plan.model, stored.id, files.plain(kept), result.summary, rows_of(result.table))
+
+
+def save_winner(held: Lab, config: HeadConfig, name: str) -> ConfigRow:
+    """The searched config as a version, with its provenance and evidence."""
+    return held.store.save_config(
+        name,
+        [[(entry.pattern.to_dict(), {"evidence": entry.evidence}) for entry in row] for row in config.heads],
+        note="found by a search",
+        tiles=config.tiles,
+        estimator=config.estimator.to_dict(),
+        model=config.model,
+        provenance=config.provenance,
+        audit=config.audit,
+    )
 
 
 def calibration(held: Lab, plan: Plan) -> list[SearchPrompt]:

@@ -1,0 +1,336 @@
+"""Search: measure candidates for every head, then trade time against loss on the stored fronts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import streamlit as st
+
+from headscope.engine.errors import HeadscopeError
+from headscope.engine.explain import explain
+from headscope.engine.facts import ModelFacts
+from headscope.engine.packaged import PACKAGED
+from headscope.engine.search_grid import default_grid
+from headscope.engine.search_table import Allocation, Target
+from headscope.studio import charts, prompts, search_charts, search_view, state, widgets, words
+from headscope.studio.lab import Lab
+from headscope.studio.search_view import Found, Plan
+from headscope.studio.state import View
+
+LIMITS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
+SPEEDUPS = tuple(round(0.5 + 0.05 * step, 2) for step in range(0, 91))
+LENGTHS = {"512": 512, "1,024": 1024, "2,048": 2048, "whole": None}
+
+
+def main() -> None:
+    held, seen = widgets.page("Search")
+    take(held, seen)
+    st.title("Search patterns and budgets", anchor=False)
+    st.markdown(
+        "Every head runs every candidate on a few prompts, once. The fronts of time and loss are kept, so that a "
+        "target can be moved afterwards without another run."
+    )
+    widgets.progress(held, seen)
+    rows = held.store.searches()
+    with st.expander("Start a search", expanded=not rows, icon=":material/travel_explore:"):
+        start(held, seen)
+    found = choose(held, seen, rows)
+    if found is None:
+        return
+    allocation, target = slider(seen, found)
+    if allocation is None or target is None:
+        return
+    outcome(seen, found, allocation, target)
+    act(held, seen, found, allocation, target)
+    why(found, allocation, target)
+
+
+def take(held: Lab, seen: View) -> None:
+    """Takes what this session's last search or check brought, once."""
+    job = held.worker.latest(seen.session)
+    if job is None or job.state != "done" or seen.extra.get("search-taken") == job.id:
+        return
+    if job.kind == "search":
+        seen.extra["search"] = job.result
+    elif job.kind == "search-check":
+        seen.extra["search-checked"] = (job.title, job.result)
+    seen.extra["search-taken"] = job.id
+
+
+def start(held: Lab, seen: View) -> None:
+    """Model, prompts, length, candidates, and the button."""
+    known = prompts.samples()
+    plan: dict[str, Any] = seen.extra.setdefault(
+        "search-plan", {"samples": ["code", "prose", "dialogue"], "length": "512", "grid": None, "limit": 0.02}
+    )
+    left, right = st.columns(2, gap="large")
+    with left:
+        names = list(dict.fromkeys([*PACKAGED, seen.model]))
+        st.selectbox("Model", names, **state.bind("search-model", seen.model, lambda new: setattr(seen, "model", new)))
+        st.multiselect(
+            "Calibration prompts", list(known), format_func=lambda name: f"{known[name].kind}: {known[name].title}",
+            help="Several kinds: a pattern that suits one text need not suit another",
+            **state.bind("search-samples", plan["samples"], lambda new: plan.update(samples=list(new))),
+        )  # fmt: skip
+        st.segmented_control(
+            "Tokens of each prompt", list(LENGTHS), required=True,
+            **state.bind("search-length", plan["length"], lambda new: plan.update(length=new)),
+        )  # fmt: skip
+    with right:
+        st.text_area(
+            "Candidates, one a line", height=230,
+            help="Budgets are counts or fractions of the length; dense is always in",
+            **state.bind("search-grid", plan["grid"] or search_view.grid_text(default_grid()),
+                         lambda new: plan.update(grid=new)),
+        )  # fmt: skip
+    problem, grid = "", None
+    try:
+        grid = search_view.parse_grid(plan["grid"] or search_view.grid_text(default_grid()))
+    except HeadscopeError as error:
+        problem = str(error)
+    if not plan["samples"]:
+        problem = problem or "Choose at least one calibration prompt."
+    job = held.worker.latest(seen.session)
+    with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
+        pressed = st.button(
+            "Search", type="primary", key="search-start", icon=":material/play_arrow:", width=140,
+            disabled=bool(problem) or (job is not None and job.open),
+        )  # fmt: skip
+        if problem:
+            st.error(words.plain_markdown(problem))
+        elif grid is not None:
+            st.text(
+                f"{words.count(len(grid), 'candidate')} a head on {words.count(len(plan['samples']), 'prompt')}; "
+                "a search that is stopped goes on where it was"
+            )
+    if pressed and grid is not None:
+        asked = Plan(seen.model, tuple(plan["samples"]), LENGTHS[plan["length"]], grid)
+        target = Target(max_missed=plan["limit"])
+        try:
+            held.worker.submit(
+                seen.session, "search", f"Searching {seen.model}",
+                lambda context: search_view.run_search(held, context, asked, target),
+            )  # fmt: skip
+        except HeadscopeError as error:
+            seen.notice = str(error)
+        st.rerun()
+
+
+def choose(held: Lab, seen: View, rows: list[dict[str, Any]]) -> Found | None:
+    """Which stored search is looked at."""
+    if not rows:
+        st.info("No search is stored yet. Start one above; it lands here by itself.", icon=":material/info:")
+        return None
+    known = {row["id"]: row for row in rows}
+    current = seen.extra.get("search")
+    if current not in known:
+        current = rows[0]["id"]
+
+    def name(row_id: str) -> str:
+        row = known[row_id]
+        kinds = ", ".join(prompt["name"] for prompt in row["settings"]["prompts"])
+        return f"{row['created_at']:%Y-%m-%d %H:%M} · {row['model']} · {kinds}"
+
+    st.selectbox(
+        "Search", list(known), format_func=name,
+        **state.bind("search-chosen", current, lambda new: seen.extra.update(search=new)),
+    )  # fmt: skip
+    held_found = seen.extra.get("search-found")
+    if isinstance(held_found, Found) and held_found.id == current:
+        return held_found
+    try:
+        found = search_view.load_search(held, known[current])
+    except HeadscopeError as error:
+        st.error(words.plain_markdown(str(error)))
+        return None
+    seen.extra["search-found"] = found
+    seen.extra.pop("search-sweep", None)
+    return found
+
+
+def slider(seen: View, found: Found) -> tuple[Allocation | None, Target | None]:
+    """The target, and the choice that it gives from the stored fronts."""
+    place: dict[str, Any] = seen.extra.setdefault("search-target", {"by": "loss", "limit": 0.02, "speedup": 1.0})
+    by = {"loss": "no head misses more than", "speed": "whole prefill faster by"}
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
+        st.segmented_control(
+            "Target", list(by), format_func=by.__getitem__, required=True,
+            **state.bind("search-by", place["by"], lambda new: place.update(by=new)),
+        )  # fmt: skip
+        if place["by"] == "loss":
+            st.select_slider(
+                "Largest missed mass of any head", LIMITS, format_func=words.percent, width=520,
+                **state.bind("search-limit", place["limit"], lambda new: place.update(limit=new)),
+            )  # fmt: skip
+            target = Target(max_missed=place["limit"])
+        else:
+            st.select_slider(
+                "Dense over sparse prefill time", SPEEDUPS, format_func=lambda value: f"{value:.2f}×", width=520,
+                **state.bind("search-speedup", place["speedup"], lambda new: place.update(speedup=new)),
+            )  # fmt: skip
+            target = Target(speedup=place["speedup"])
+    try:
+        return found.allocate(target), target
+    except HeadscopeError as error:
+        st.warning(words.plain_markdown(str(error)), icon=":material/speed:")
+        return None, None
+
+
+def outcome(seen: View, found: Found, allocation: Allocation, target: Target) -> None:
+    """What the choice is predicted to take and to lose."""
+    said = allocation.prediction
+    figures = search_view.figures(found, allocation, target)
+    first, second, third, fourth = st.columns(4)
+    first.metric(
+        "attention, predicted", words.milliseconds(said.attention_ms), delta_arrow="off", delta_color="off",
+        delta=f"dense {words.milliseconds(said.dense_attention_ms)}",
+    )  # fmt: skip
+    second.metric("whole prefill, dense over sparse", f"{said.speedup:.2f}×")
+    third.metric("missed mass, mean", words.percent(said.loss_mean), delta_arrow="off", delta_color="off",
+                 delta=f"worst head {words.percent(said.loss_worst)}")  # fmt: skip
+    fourth.metric("computes, of causal pairs", words.percent(said.computed_pairs / max(1, said.causal_pairs)))
+    families = " · ".join(f"{count} {kind}" for kind, count in figures["families"].items())
+    uniform = figures["uniform_at_equal_pairs"]["missed_mass_worst_prompt"]
+    st.caption(
+        f"{families}. {words.count(len(allocation.stayed_dense), 'head')} with no candidate in reach. Worst prompt "
+        f"misses {words.percent(figures['missed_mass_worst_prompt'])}; the best single setting at equal computed pairs "
+        f"{words.percent(uniform)}. Cost model: {words.percent(found.cost.fit.median_error)} median error over "
+        f"{found.cost.fit.samples:,} timed layers."
+    )
+    if said.slower_layers:
+        st.caption(
+            f"{words.count(len(said.slower_layers), 'layer')} would be faster dense at these lengths: short prompts do "
+            "not repay the index. The Latency page and `headscope bench --host` find the length where sparse wins."
+        )
+    if figures.get("gap") is not None:
+        st.caption(
+            f"Total loss {figures['total_loss']:.4f}; no choice can be below {figures['relaxed_total_loss']:.4f} "
+            f"(gap {figures['gap']:.4f})."
+        )
+    if "search-sweep" not in seen.extra:
+        seen.extra["search-sweep"] = search_view.sweep(found, LIMITS)
+    rows = seen.extra["search-sweep"]
+    left, right = st.columns(2, gap="medium")
+    with left:
+        widgets.figure(
+            search_charts.curve(rows, (said.loss_mean, said.attention_ms), state.colours()), "search-curve",
+            search_charts.describe_curve(rows), lambda: pl.DataFrame(rows),
+        )  # fmt: skip
+    with right:
+        grid = found.settings.grid
+        losses = np.take_along_axis(found.table.loss(), allocation.picked[:, :, None], 2)[:, :, 0]
+        patterns = [[grid.candidates[int(number)] for number in row] for row in allocation.picked]
+        labels = [[words.label(pattern) for pattern in row] for row in patterns]
+        drawn = charts.overview(
+            losses, labels, [[pattern.kind for pattern in row] for row in patterns], None, (),
+            "missed mass, worst prompt", state.colours(), clicks=True,
+        )  # fmt: skip
+        widgets.figure(
+            drawn, "search-heads", f"Layers by heads of the choice: {families}.", lambda: heads_frame(found, allocation)
+        )
+
+
+def heads_frame(found: Found, allocation: Allocation) -> pl.DataFrame:
+    """The choice, one head a row."""
+    ms, loss = found.table.head_ms(found.cost), found.table.loss()
+    rows = []
+    for at, layer in enumerate(found.table.layers):
+        for head in range(found.table.heads):
+            number = int(allocation.picked[at, head])
+            rows.append(
+                {
+                    "layer": layer, "head": head, "pattern": words.label(found.settings.grid.candidates[number]),
+                    "missed_mass_worst_prompt": float(loss[at, head, number]),
+                    "predicted_ms": float(ms[at, head, number]),
+                }
+            )  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
+    """Make it the draft, measure it for real, and the comparison of both."""
+    label = f"search at {words.percent(target.max_missed)}" if target.max_missed is not None else "search by speed"
+    config = found.config(allocation, target)
+    job = held.worker.latest(seen.session)
+    busy = job is not None and job.open
+    with st.container(horizontal=True):
+        if st.button("Apply as draft", type="primary", key="search-apply", icon=":material/edit_note:"):
+            try:
+                facts = ModelFacts(**{**found.facts, "layer_types": tuple(found.facts["layer_types"])})
+                draft = state.draft_of(held, seen.session, facts)
+                search_view.to_draft(held, draft, found, config, label)
+                seen.good_news = "The choice is your draft now: see it on Heads and Tune, save it on Configs."
+            except HeadscopeError as error:
+                seen.notice = str(error)
+            st.rerun()
+        if st.button(
+            "Measure it for real", key="search-check", icon=":material/timer:", disabled=busy,
+            help="Runs this choice on the first calibration prompt and times it",
+        ):  # fmt: skip
+            said = search_view.predicted_for(found, allocation, target)
+            held.worker.submit(
+                seen.session, "search-check", label,
+                lambda context: (found.id, said, search_view.check_for_real(held, context, found, config)),
+            )  # fmt: skip
+            st.rerun()
+        st.download_button(
+            "Config file", lambda: config.to_json().encode(), "headscope-search.json", "application/json",
+            key="search-download", on_click="ignore", icon=":material/download:",
+        )  # fmt: skip
+    name, checked = seen.extra.get("search-checked", ("", None))
+    if checked is not None and checked[0] == found.id:
+        both(name, checked[1], checked[2])
+
+
+def both(name: str, said: dict[str, float], got: dict[str, Any]) -> None:
+    """Predicted beside measured, on one prompt."""
+    st.text(f"{name}, on {got['prompt']} ({got['tokens']:,} tokens): predicted and measured")
+    rows = [
+        ("attention, sparse (ms)", said["attention_ms"], got["attention_ms"]),
+        ("attention, dense (ms)", said["dense_attention_ms"], got["dense_attention_ms"]),
+        ("missed mass, mean over heads", said["missed_mass_mean"], got["missed_mass_mean"]),
+    ]
+    frame = pl.DataFrame(
+        {
+            "figure": [row[0] for row in rows],
+            "predicted": [round(row[1], 4) for row in rows],
+            "measured": [round(row[2], 4) for row in rows],
+        }
+    )
+    st.dataframe(frame, hide_index=True, key="search-both", alt="Predicted and measured figures of the choice")
+    off = got["attention_ms"] / max(1e-9, said["attention_ms"]) - 1
+    st.caption(f"Measured time is {off:+.0%} of the prediction; other programs on this machine make it longer.")
+
+
+def why(found: Found, allocation: Allocation, target: Target) -> None:
+    """One head's story, from the stored figures."""
+    with st.expander("Why did a head get its pattern?", icon=":material/help:"):
+        left, right = st.columns(2)
+        layer = left.selectbox("Layer", found.table.layers, key="search-why-layer")
+        head = right.selectbox("Head", range(found.table.heads), key="search-why-head")
+        told = explain(found.table, found.cost, target, allocation, [(layer, head)])[0]
+        st.markdown(told.sentence)
+        prompts_word = words.count(len(found.table.prompts), "prompt")
+        st.caption(
+            f"On its own, {told.win_rate:.0%} of {prompts_word} would choose this family and {told.same_rate:.0%} this "
+            f"candidate. It loses most on {told.worst_prompt}: {words.percent(told.worst_loss)}."
+        )
+        for option, what in ((told.smaller, "Less budget"), (told.larger, "More budget")):
+            if option is not None:
+                st.caption(f"{what}: {option.label} misses {words.percent(option.loss)} in {option.ms:.2f} ms.")
+        at = found.table.layers.index(layer)
+        ms, loss = found.table.head_ms(found.cost)[at, head], found.table.loss(target.metric)[at, head]
+        every = [
+            (pattern.kind, words.label(pattern), float(ms[number]), float(loss[number]))
+            for number, pattern in enumerate(found.settings.grid.candidates)
+        ]
+        widgets.figure(
+            search_charts.head_front(told, every, target.max_missed, state.colours()), "search-front",
+            f"Candidates of layer {layer} head {head} by predicted time and loss; {told.chosen.label} is chosen.",
+            lambda: pl.DataFrame(every, orient="row", schema=["family", "pattern", "predicted_ms", "missed_mass"]),
+        )  # fmt: skip
+
+
+main()

@@ -1,0 +1,196 @@
+"""The search page and its store: a search lands by itself, the slider moves stored fronts, both figures are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streamlit.testing.v1 import AppTest
+
+import headscope.engine
+from headscope.engine.errors import ConfigError
+from headscope.engine.model import LoadedModel
+from headscope.engine.search_cost import CostModel
+from headscope.engine.search_grid import default_grid
+from headscope.engine.search_table import Target
+from headscope.studio import search_view, state
+from headscope.studio.lab import Lab
+from headscope.studio.search_view import Plan
+from headscope.studio.state import View
+from tests.studio_toy import make_lab, toy
+
+ROOT = Path(str(headscope.engine.__file__)).resolve().parents[1]
+SESSION = "abcdefghij"
+GRID = "\n".join(
+    [
+        '{"pattern": "a-shape", "sink": 2, "window": 24}',
+        '{"pattern": "a-shape", "sink": 2, "window": 64}',
+        '{"pattern": "vertical-slash", "vertical": 16, "slash": 16, "sink": 2, "local": 4}',
+        '{"pattern": "block-sparse", "blocks": 2, "block_size": 32}',
+    ]
+)
+
+
+@pytest.fixture
+def held(tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    made = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
+    monkeypatch.setattr(search_view, "data_dir", lambda: tmp_path)
+    # Times of so small a model are noise; tiles are the same everywhere.
+    monkeypatch.setattr(search_view.search_cost, "fit", lambda *_: CostModel.tiles())
+    yield made
+    made.close()
+
+
+def page(seen: View) -> AppTest:
+    test = AppTest.from_file(str(ROOT / "pages" / "search.py"), default_timeout=60)
+    test.session_state["view"] = seen
+    test.run()
+    assert not test.exception, test.exception
+    return test
+
+
+def press(test: AppTest, key: str) -> AppTest:
+    test.button(key=key).click().run()
+    assert not test.exception, test.exception
+    return test
+
+
+def shown(test: AppTest) -> str:
+    kinds = ("title", "markdown", "caption", "text", "error", "warning", "info", "success")
+    return "\n".join(str(item.value) for kind in kinds for item in test.get(kind)).replace("\\", "")
+
+
+def wait(held: Lab) -> None:
+    job = held.worker.latest(SESSION)
+    assert job is not None and job.finished.wait(120) and job.state == "done", job and job.error
+
+
+def searched(held: Lab) -> str:
+    plan = Plan("smollm2", ("code", "prose"), 200, search_view.parse_grid(GRID))
+    job = held.worker.submit(
+        SESSION,
+        "search",
+        "Search",
+        lambda context: search_view.run_search(held, context, plan, Target(max_missed=0.05)),
+    )
+    wait(held)
+    return str(job.result)
+
+
+def test_a_search_started_on_the_page_lands_in_the_store_as_rows_and_a_version(held: Lab) -> None:
+    seen = View(SESSION)
+    seen.extra["search-plan"] = {"samples": ["code", "prose"], "length": "whole", "grid": GRID, "limit": 0.05}
+    test = page(seen)
+    assert "No search is stored yet" in shown(test)
+    press(test, "search-start")
+    wait(held)
+    test.run()
+    assert not test.exception, test.exception
+    row = held.store.searches()[0]
+    assert held.store.search_rows(row["id"]).height == 2 * 18 * 5
+    version = held.store.config(row["config_id"])
+    assert version is not None and version.provenance["made_by"] == "search" and len(version.heads) == 3
+    notes = version.heads[0][0][1]
+    assert notes is not None and "missed_mass_mean" in notes["evidence"]
+    assert "Cost model" in shown(test) and test.metric[0].label == "attention, predicted"
+
+
+def test_the_slider_moves_time_and_loss_without_a_run(held: Lab) -> None:
+    searched(held)
+    seen = View(SESSION)
+    test = page(seen)
+    jobs = held.worker.latest(SESSION)
+    shares = []
+    for limit in (0.0005, 0.1, 0.5):
+        test.select_slider(key="search-limit").set_value(limit).run()
+        assert not test.exception, test.exception
+        shares.append(float(test.metric[3].value.replace("\u00a0", "").rstrip("%")))
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1]
+    assert held.worker.latest(SESSION) is jobs
+
+
+def test_the_choice_becomes_the_draft_and_is_measured_beside_its_prediction(held: Lab) -> None:
+    searched(held)
+    seen = View(SESSION)
+    test = page(seen)
+    test.select_slider(key="search-limit").set_value(0.1).run()
+    press(test, "search-apply")
+    found = seen.extra["search-found"]
+    allocation = found.allocate(Target(max_missed=0.1))
+    config = found.config(allocation, Target(max_missed=0.1))
+    draft_id = f"{SESSION}-{found.facts['fingerprint'][:12]}"
+    draft = held.draft(draft_id)
+    assert draft is not None and draft.patterns == tuple(config.patterns(layer) for layer in range(3))
+    assert "your draft now" in shown(test)
+    press(test, "search-check")
+    wait(held)
+    test.run()
+    assert not test.exception, test.exception
+    _, (row_id, said, got) = seen.extra["search-checked"]
+    assert row_id == found.id and got["attention_ms"] > 0
+    assert got["missed_mass_mean"] == pytest.approx(said["missed_mass_mean"], abs=1e-5)
+    assert "predicted and measured" in shown(test)
+
+
+def test_a_target_out_of_reach_is_said_and_bad_candidates_too(held: Lab) -> None:
+    searched(held)
+    seen = View(SESSION)
+    seen.extra["search-target"] = {"by": "speed", "limit": 0.02, "speedup": 5.0}
+    found = search_view.load_search(held, held.store.searches()[0])
+    fastest = found.allocate(Target(max_missed=1.0)).prediction.speedup
+    assert 1.0 < fastest < 5.0
+    assert f"reach {fastest:.2f} of the whole prefill" in shown(page(seen))
+    seen.extra["search-plan"] = {"samples": ["code"], "length": "whole", "grid": '{"pattern": "spiral"}', "limit": 0.05}
+    test = page(seen)
+    assert "pattern must be one of" in shown(test) and test.button(key="search-start").disabled
+
+
+def test_a_stored_search_is_the_measured_one(held: Lab) -> None:
+    found_id = searched(held)
+    row = next(row for row in held.store.searches() if row["id"] == found_id)
+    found = search_view.load_search(held, row)
+    again = search_view.rows_of(found.table)
+    stored = held.store.search_rows(row["id"])
+    key = ["prompt_sha256", "layer", "head", "candidate"]
+    assert again.sort(key).select(stored.columns).equals(stored)
+    version = held.store.config(row["config_id"])
+    assert version is not None
+    config = found.config(found.allocate(Target(max_missed=0.05)), Target(max_missed=0.05))
+    patterns = [[pattern for pattern, _ in layer] for layer in version.heads]
+    assert patterns == [[entry.pattern.to_dict() for entry in layer] for layer in config.heads]
+    assert np.isfinite(found.table.stats["mean"]).all()
+
+
+def test_a_cancelled_search_goes_on_where_it_was(held: Lab) -> None:
+    plan = Plan("smollm2", ("code", "prose"), 200, search_view.parse_grid(GRID))
+    steps = []
+
+    def work(context):  # type: ignore[no-untyped-def]
+        told = context.step
+
+        def step(done: int, total: int, words: str) -> None:
+            steps.append(words)
+            if sum("layer" in word for word in steps) == 10:
+                job.cancel()
+            told(done, total, words)
+
+        context.step = step
+        return search_view.run_search(held, context, plan, Target(max_missed=0.05))
+
+    job = held.worker.submit(SESSION, "search", "Search", work)
+    assert job.finished.wait(120) and job.state == "cancelled"
+    assert held.store.searches() == []
+    parts = list(search_view.folder_of(plan, held.load("smollm2").fingerprint, held.estimator).glob("parts/*/*.json"))
+    assert len(parts) == 1
+    searched(held)
+    assert len(held.store.searches()) == 1
+
+
+def test_candidates_survive_being_shown() -> None:
+    assert search_view.parse_grid(search_view.grid_text(default_grid())) == default_grid()
+    assert search_view.parse_grid(default_grid().to_json()) == default_grid()
+    with pytest.raises(ConfigError, match="Line 2"):
+        search_view.parse_grid(GRID.splitlines()[0] + "\n{oops")
+    assert state.View(SESSION).extra == {}
