@@ -17,7 +17,7 @@ from headscope.kernels.gluon_dense import dense_kernel
 from headscope.kernels.gluon_sparse import sparse_kernel
 from headscope.kernels.layout import TILE, Layout
 from headscope.kernels.triton_common import LOG2E, count_below, device_ints, steps_for
-from headscope.kernels.triton_plan import column_bits, compact, keep_bits, make_plan
+from headscope.kernels.triton_plan import Plan, compact, keep_bits, make_cover
 
 HEAD_SIZES = (64, 128, 256)
 
@@ -50,10 +50,10 @@ class SparseConfig:
 SPARSE = {64: SparseConfig(4, 3, 6), 128: SparseConfig(2, 3, 3), 256: SparseConfig(1, 2, 1)}
 
 
-def dense_config(head_dim: int, rows: int) -> DenseConfig:
+def dense_config(head_dim: int) -> DenseConfig:
     """What ran fastest on an H200 (NOTES.md)."""
     if head_dim == 64:
-        return DenseConfig(64, 4, 3, 152) if rows > BY_BLOCK_ROWS else DenseConfig(128, 2, 2, 240)
+        return DenseConfig(64, 6, 3, 152)
     return DenseConfig(128, 2, 2, 240) if head_dim == 128 else DenseConfig(64, 2, 2, 240)
 
 
@@ -74,7 +74,7 @@ def serves_layout(layout: Layout) -> str | None:
         return f"the Gluon kernels serve tile {TILE}, got tile = {layout.tile}"
     if layout.bands.shape[1] > MAX_BANDS:
         return f"the Gluon kernels serve up to {MAX_BANDS} distance ranges a head, got {layout.bands.shape[1]}"
-    odd = sorted({size for size, slot in zip(layout.block_size, layout.block_slot, strict=True) if slot >= 0 and size % 64})
+    odd = sorted({size for size in _block_sizes(layout) if size % 64})
     if odd:
         return f"the Gluon kernels serve block sizes that are multiples of 64, got {odd}"
     return None
@@ -87,16 +87,16 @@ def dense(
 
     Padding rows give output 0 and LSE -inf. Raises `ValueError` for what these kernels do not serve.
     """
-    _check(q, k, v, scale)
+    check_inputs(q, k, v, scale)
     batch, heads, q_len, dim = q.shape
-    config = dense_config(dim, q_len)
+    config = dense_config(dim)
     rows = 64 * config.groups
-    q3, k3, v3 = _rows(q), _rows(k), _rows(_without_padding(v, starts))
+    q3, k3, v3 = rows3d(q), rows3d(k), rows3d(_without_padding(v, starts))
     out, lse = _outputs(q, k.shape[2], starts)
     blocks = _row_blocks(q_len, k.shape[2], starts, rows)
     dense_kernel[(batch * heads * blocks,)](
         descriptor(q3, 64, dim), descriptor(k3, config.keys, dim), descriptor(v3, config.keys, dim),
-        descriptor(_rows(out), 64, dim), lse, device_ints(starts, q.device), scale * LOG2E, q_len, k.shape[2],
+        descriptor(rows3d(out), 64, dim), out, lse, device_ints(starts, q.device), scale * LOG2E, q_len, k.shape[2],
         batch * heads, heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS),
         BN=config.keys, D=dim, STAGES=config.stages, GROUPS=config.groups, CONSUMER_REGISTERS=config.registers,
         num_warps=4,
@@ -111,22 +111,22 @@ def attend(
 
     A row with no cell gives output 0 and LSE -inf. Raises `ValueError` for what these kernels do not serve.
     """
-    _check(q, k, v, scale)
+    check_inputs(q, k, v, scale)
     if reason := serves_layout(layout):
         raise ValueError(reason)
     batch, heads, q_len, dim = q.shape
     config = SPARSE[dim]
     starts = layout.starts
-    q3, k3, v3 = _rows(q), _rows(k), _rows(_without_padding(v, starts))
+    q3, k3, v3 = rows3d(q), rows3d(k), rows3d(_without_padding(v, starts))
     out, lse = _outputs(q, k.shape[2], starts)
     tables = _tables(k3.view(k.shape), v3.view(v.shape), layout)
     blocks = _row_blocks(q_len, k.shape[2], starts, 128)
-    half_blocks = any(size % 128 for size, slot in zip(layout.block_size, layout.block_slot, strict=True) if slot >= 0)
+    half_blocks = any(size % 128 for size in _block_sizes(layout))
     sparse_kernel[(batch * heads * blocks,)](
-        descriptor(q3, 64, 64), descriptor(k3, 64, 64), descriptor(v3, 64, dim), descriptor(_rows(out), 64, dim),
-        descriptor(tables.keys, 64, 64), descriptor(tables.values, 64, dim), lse, device_ints(starts, q.device),
-        layout.windows, tables.window_counts, layout.bands, layout.band_count, layout.columns, tables.counts,
-        tables.some, tables.whole, layout.blocks, layout.block_count, tables.block_head,
+        descriptor(q3, 64, 64), descriptor(k3, 64, 64), descriptor(v3, 64, dim), descriptor(rows3d(out), 64, dim),
+        descriptor(tables.keys, 64, 64), descriptor(tables.values, 64, dim), out, lse, device_ints(starts, q.device),
+        layout.windows, layout.bands, layout.band_count, layout.columns, tables.counts,
+        tables.uneven, tables.some, tables.whole, layout.blocks, layout.block_count, tables.block_head,
         scale * LOG2E, q_len, k.shape[2], batch * heads, heads, heads // k.shape[1], blocks, tables.counts.shape[1],
         layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1],
         tables.some.shape[-1], *layout.blocks.shape[1:],
@@ -141,8 +141,8 @@ def attend(
 class _Tables:
     """What the sparse kernel reads beside the layout; see `sparse_kernel`."""
 
-    window_counts: torch.Tensor
     counts: torch.Tensor
+    uneven: torch.Tensor
     some: torch.Tensor
     whole: torch.Tensor
     keys: torch.Tensor
@@ -150,43 +150,67 @@ class _Tables:
     block_head: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["window_cap", "row_blocks", "steps"])
-def _window_counts_kernel(windows_ptr, window_count_ptr, out_ptr, window_cap, row_blocks, steps):  # type: ignore[no-untyped-def]
-    """Windows that hold a key `>= 0` for some of a row block's 128 rows. 128 row blocks a program."""
+@triton.jit(do_not_specialize=["window_cap", "column_cap", "row_blocks", "window_steps", "column_steps"])
+def _counts_kernel(windows_ptr, window_count_ptr, columns_ptr, column_count_ptr, counts_ptr, window_cap, column_cap,
+                   row_blocks, window_steps, column_steps):  # type: ignore[no-untyped-def]
+    """Per 64 own rows: windows that hold a key `>= 0`, and columns up to the last row. 128 row blocks a program."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * 128 + tl.arange(0, 128)
-    count = tl.load(window_count_ptr + head)
-    # The second 64 rows start at 128 * block + 64; a window there ends at that minus delta plus 127.
-    reach = count_below(windows_ptr + head * window_cap, count, block * 128 + 192, steps, 1)
-    tl.store(out_ptr + head * row_blocks + block, reach, mask=block < row_blocks)
+    some, many = tl.load(window_count_ptr + head), tl.load(column_count_ptr + head)
+    reach = count_below(windows_ptr + head * window_cap, some, block * 64 + 128, window_steps, 1)
+    past = count_below(columns_ptr + head * column_cap, many, block * 64 + 64, column_steps, 1)
+    out = counts_ptr + (head * row_blocks + block) * 2
+    tl.store(out, reach, mask=block < row_blocks)
+    tl.store(out + 1, past, mask=block < row_blocks)
+
+
+@triton.jit(do_not_specialize=["row_blocks", "words"])
+def _uneven_kernel(some_ptr, whole_ptr, uneven_ptr, row_blocks, words):  # type: ignore[no-untyped-def]
+    """Whether some rows of 128 may read a column that others may not; one program a pair of row blocks."""
+    pair = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    at = (head * row_blocks + 2 * pair) * words
+    count = tl.minimum(row_blocks - 2 * pair, 2) * words
+    differ = tl.zeros([128], tl.int32)
+    for begin in range(0, count, 128):
+        place = begin + tl.arange(0, 128)
+        inside = place < count
+        differ |= tl.load(some_ptr + at + place, mask=inside, other=0) ^ tl.load(
+            whole_ptr + at + place, mask=inside, other=0)
+    tl.store(uneven_ptr + head * tl.num_programs(0) + pair, tl.max((differ != 0).to(tl.int32), 0))
 
 
 def _tables(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> _Tables:
     """Derives the launch tables on the device; columns cost a copy of their K and V rows."""
-    heads = layout.windows.shape[0]
-    row_blocks = -(-layout.kv_len // 128)
-    window_counts = torch.empty(heads, row_blocks, dtype=torch.int32, device=k.device)
-    _window_counts_kernel[(-(-row_blocks // 128), heads)](
-        layout.windows, layout.window_count, window_counts, layout.windows.shape[1], row_blocks,
-        steps_for(layout.windows.shape[1]), num_warps=4,
+    heads, row_blocks = layout.windows.shape[0], -(-layout.kv_len // 64)
+    counts = torch.empty(heads, row_blocks, 2, dtype=torch.int32, device=k.device)
+    _counts_kernel[(-(-row_blocks // 128), heads)](
+        layout.windows, layout.window_count, layout.columns, layout.column_count, counts, layout.windows.shape[1],
+        layout.columns.shape[1], row_blocks, steps_for(layout.windows.shape[1]), steps_for(layout.columns.shape[1]),
+        num_warps=4,
     )  # fmt: skip
-    plan = make_plan(layout)
     some, whole, keys, values = layout.columns, layout.columns, k.flatten(0, 1), v.flatten(0, 1)
+    uneven = torch.zeros(heads, -(-row_blocks // 2), dtype=torch.int32, device=k.device)
     if layout.columns.shape[1]:
-        some, whole = keep_bits(layout, plan) if _may_overlap(layout) else (column_bits(layout, plan),) * 2
+        plan = Plan(full=layout.windows, edge=layout.bands, counts=counts, cover=make_cover(layout))
+        some, whole = keep_bits(layout, plan)
+        _uneven_kernel[(uneven.shape[1], heads)](some, whole, uneven, row_blocks, some.shape[2], num_warps=1)
         keys, values = compact(k, v, layout)
     pairs = tuple(n for pair in zip(layout.block_slot, layout.block_size, strict=True) for n in pair)
-    return _Tables(window_counts, plan.counts, some, whole, keys, values, device_ints(pairs, k.device))
+    return _Tables(counts, uneven, some, whole, keys, values, device_ints(pairs, k.device))
+
+
+def _block_sizes(layout: Layout) -> list[int]:
+    return [size for size, slot in zip(layout.block_size, layout.block_slot, strict=True) if slot >= 0]
 
 
 def _may_overlap(layout: Layout) -> bool:
-    """Whether a head may hold a column, band or block cell twice, or a column in some rows of a block only."""
-    if layout.bands.shape[1] or layout.blocks.numel():
-        return layout.bands.shape[1] > 0 or layout.columns.shape[1] > 0 or layout.windows.shape[1] > 0
-    return layout.columns.shape[1] > 0 and layout.windows.shape[1] == 0
+    """Whether lists may share a cell, or rows of a block read a column that others do not, as far as shapes tell."""
+    kinds = (layout.windows.shape[1] > 0, layout.bands.shape[1] > 0, layout.blocks.numel() > 0)
+    return layout.columns.shape[1] > 0 or sum(kinds) > 1
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
     if reason := serves(q):
         raise ValueError(reason)
     for name, x in (("k", k), ("v", v)):
@@ -198,7 +222,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> N
         raise ValueError(f"scale must be positive, got {scale}")
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows3d(x: torch.Tensor) -> torch.Tensor:
     """[B * H, n, D] contiguous and 16-byte aligned, as the copy engine needs it; a copy only where it is not."""
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -218,7 +242,8 @@ def _without_padding(v: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
 def _outputs(q: torch.Tensor, kv_len: int, starts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Buffers for the output and LSE. Kernels write every real row; padding rows are filled here."""
     padded = any(start > kv_len - q.shape[2] for start in starts)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if padded else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    make = torch.zeros if padded else torch.empty
+    out = make(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     return out, lse.fill_(-torch.inf) if padded else lse
 

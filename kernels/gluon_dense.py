@@ -43,6 +43,27 @@ def place(pid, heads, group, row_blocks, by_kv):
 
 
 @gluon.jit
+def store_rows(values, tile, o_d, o_ptr, head, row, length, D: gl.constexpr, OL: gl.constexpr):
+    """Writes 64 output rows from local row `row` on, through shared memory and the copy engine.
+
+    Rows at and beyond `length` are clipped. A store box must not start before row 0 (it is an illegal instruction,
+    unlike a load), so a block that does is written row by row.
+    """
+    if row >= 0:
+        tile.reshape([64, D]).store(values)
+        fence_async_shared()
+        barrier()
+        tma_store(o_d, [head, row, 0], tile)
+        tma_store_wait(0)
+    else:
+        own = row + gl.arange(0, 64, gl.SliceLayout(1, OL))
+        dims = gl.arange(0, D, gl.SliceLayout(0, OL))
+        at = (head.to(gl.int64) * length + own) * D
+        inside = (own >= 0) & (own < length)
+        gl.store(o_ptr + at[:, None] + dims[None, :], values, mask=inside[:, None])
+
+
+@gluon.jit
 def _producer(q_d, k_d, v_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, head, kv_head, p0, first, start,
               tiles, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     BM: gl.constexpr = 64 * GROUPS
@@ -94,8 +115,9 @@ def _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, 
 
 
 @gluon.jit
-def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_ptr, head, p0, first, q_len, tiles,
-              scale, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, o_ptr, lse_ptr, head, p0, first, q_len,
+              tiles, scale, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              GROUPS: gl.constexpr):
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -122,8 +144,8 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_
     pst = 0
     pph = 0
     for i in gl.static_range(1, DIAGONAL):
-        acc, m, total, p = _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p, rows,
-                             columns + i * BN, scale, BN, D, True, SL, OL, PL)
+        acc, m, total, p = _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p,
+                                 rows, columns + i * BN, scale, BN, D, True, SL, OL, PL)
         pst = st
         pph = ph
         st += 1
@@ -131,8 +153,8 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_
             st = 0
             ph = ph ^ 1
     for _ in range(DIAGONAL, tiles):
-        acc, m, total, p = _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p, rows,
-                             columns, scale, BN, D, False, SL, OL, PL)
+        acc, m, total, p = _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p,
+                                 rows, columns, scale, BN, D, False, SL, OL, PL)
         pst = st
         pph = ph
         st += 1
@@ -145,15 +167,11 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_
     own = rows - first
     gl.store(lse_ptr + head.to(gl.int64) * q_len + own, (m + gl.log2(total)) * LN2, mask=(own >= 0) & (own < q_len))
     share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))
-    q.store((acc * share[:, None]).to(k_s.dtype))
-    fence_async_shared()
-    barrier()
-    tma_store(o_d, [head, p0 - first + G * 64, 0], q_tile)
-    tma_store_wait(0)
+    store_rows((acc * share[:, None]).to(k_s.dtype), q_tile, o_d, o_ptr, head, p0 - first + G * 64, q_len, D, OL)
 
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "heads_per_sequence", "group", "row_blocks", "by_kv"])
-def dense_kernel(q_d, k_d, v_d, o_d, lse_ptr, starts_ptr, scale, q_len, kv_len, heads, heads_per_sequence, group,
+def dense_kernel(q_d, k_d, v_d, o_d, o_ptr, lse_ptr, starts_ptr, scale, q_len, kv_len, heads, heads_per_sequence, group,
                  row_blocks, by_kv, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
                  CONSUMER_REGISTERS: gl.constexpr):
     """Grid (heads * row_blocks,). `scale` is the softmax scale times log2(e); heads = B * Hq."""
@@ -184,21 +202,21 @@ def dense_kernel(q_d, k_d, v_d, o_d, lse_ptr, starts_ptr, scale, q_len, kv_len, 
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_ptr, head, p0, first,
-                         q_len, tiles, scale, 0, BN, D, STAGES, GROUPS)),
-            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_ptr, head, p0, first,
-                         q_len, tiles, scale, 1, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, o_ptr, lse_ptr, head, p0,
+                         first, q_len, tiles, scale, 0, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, o_ptr, lse_ptr, head, p0,
+                         first, q_len, tiles, scale, 1, BN, D, STAGES, GROUPS)),
             (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, head, kv_head, p0,
                          first, start, tiles, BN, D, STAGES, GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_ptr, head, p0, first,
-                         q_len, tiles, scale, 0, BN, D, STAGES, GROUPS)),
-            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_ptr, head, p0, first,
-                         q_len, tiles, scale, 1, BN, D, STAGES, GROUPS)),
-            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, lse_ptr, head, p0, first,
-                         q_len, tiles, scale, 2, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, o_ptr, lse_ptr, head, p0,
+                         first, q_len, tiles, scale, 0, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, o_ptr, lse_ptr, head, p0,
+                         first, q_len, tiles, scale, 1, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, o_d, o_ptr, lse_ptr, head, p0,
+                         first, q_len, tiles, scale, 2, BN, D, STAGES, GROUPS)),
             (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, head, kv_head, p0,
                          first, start, tiles, BN, D, STAGES, GROUPS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])

@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import barrier, tma_load, tma_store, tma_store_wait
-from .gluon_dense import FLOOR, LN2, place
+from .gluon_compat import tma_load
+from .gluon_dense import FLOOR, LN2, place, store_rows
 
 ROWS = gl.constexpr(128)
 WINDOW = gl.constexpr(128)
@@ -51,11 +51,12 @@ def _next(st, ph, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _run(run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, tile_blocks, size, WIDTH: gl.constexpr):
-    """The run-th list of a head: blocks, each band, windows, columns, in the order in which cells are claimed.
+def _run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks, blocked,
+         size, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
+    """The run-th list of a head: blocks, each band, windows, columns. Lists that need care go in a later pass.
 
-    Returns its kind, its number of steps, and what `_key` needs; cells of a step that is no column step belong
-    when lo <= i - j <= hi and j >= 0. `r0` is the own position that window offsets count from.
+    Returns the kind, the number of steps in this pass and what `_key` needs; cells of a step that is no column step
+    belong when lo <= i - j <= hi and j >= 0. `r0` is the own position that window offsets count from.
     """
     kind = BLOCK_RUN
     steps = tile_blocks
@@ -66,6 +67,7 @@ def _run(run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, t
     factor = size
     pieces = gl.maximum(size // WIDTH, 1)
     pitch = WIDTH
+    careful = False
     if run > 0:
         factor = 0
         pieces = FAR
@@ -78,6 +80,7 @@ def _run(run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, t
             steps = gl.where(last < 0, 0, gl.maximum(last - gl.maximum(p0 - hi, 0) + WIDTH, 0) // WIDTH)
             origin = last + 1 - WIDTH
             pitch = -WIDTH
+            careful = blocked
         elif run == bands + 1:
             kind = WINDOW_RUN
             steps = windows * (WINDOW // WIDTH)
@@ -85,17 +88,30 @@ def _run(run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, t
             list_ptr = windows_ptr
             factor = -1
             pieces = WINDOW // WIDTH
+            careful = blocked | (bands > 0)
         else:
             kind = COLUMN_RUN
             steps = columns
+            careful = blocked | uneven
+    if OVERLAPS:
+        steps = gl.where(careful == later, steps, 0)
     return kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch
 
 
 @gluon.jit
-def _key(step, kind, origin, list_ptr, factor, pieces, pitch, WIDTH: gl.constexpr):
+def _key(kind, origin, list_ptr, factor, entry, piece, pitch):
     """Own position of a step's first key (its place in the compacted columns, for a column step)."""
-    entry = gl.load(list_ptr + step // pieces, mask=(kind == BLOCK_RUN) | (kind == WINDOW_RUN), other=0)
-    return origin + factor * entry + step % pieces * pitch
+    listed = gl.load(list_ptr + entry, mask=(kind == BLOCK_RUN) | (kind == WINDOW_RUN), other=0)
+    return origin + factor * listed + piece * pitch
+
+
+@gluon.jit
+def _next_piece(entry, piece, pieces):
+    piece += 1
+    if piece == pieces:
+        piece = 0
+        entry += 1
+    return entry, piece
 
 
 @gluon.jit
@@ -136,7 +152,7 @@ def _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks_ptr, halves, size, st, ph
 @gluon.jit
 def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover,
               windows_ptr, bands_ptr, blocks0_ptr, blocks1_ptr, head, kv_head, p0, first, start, windows, bands,
-              columns, tile_blocks, halves0, halves1, size,
+              columns, tile_blocks, halves0, halves1, blocked, uneven, size,
               D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
               HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     HALVES: gl.constexpr = D // 64
@@ -156,11 +172,18 @@ def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty,
         mbarrier.wait(handover, 0)
     st = 0
     ph = 1
-    for run in range(bands + 3):
-        kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
-            run, p0, bands_ptr, bands, windows_ptr, windows, columns, blocks0_ptr, tile_blocks, size, WIDTH)
-        for i in range(steps):
-            key = _key(i, kind, origin, list_ptr, factor, pieces, pitch, WIDTH)
+    PASSES: gl.constexpr = 2 if OVERLAPS else 1
+    for turn in range(PASSES * (bands + 3)):
+        later = turn >= bands + 3
+        run = gl.where(later, turn - bands - 3, turn)
+        kind, steps, origin, _lo, _hi, list_ptr, factor, pieces, pitch = _run(
+            run, later, p0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks0_ptr, tile_blocks, blocked,
+            size, WIDTH, OVERLAPS)
+        entry = 0
+        piece = 0
+        for _ in range(steps):
+            key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
+            entry, piece = _next_piece(entry, piece, pieces)
             if kind == COLUMN_RUN:
                 _fill(kc_d, vc_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, head, key, PAIR, D, SLOTS)
             elif kind == WINDOW_RUN:
@@ -180,9 +203,9 @@ def _keys(k_s, chunk, N: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_s, k_s, v_s, k_full, ph, k_empty, v_full, pph, chunk, slot, acc, p0, p1, G: gl.constexpr,
-            D: gl.constexpr, PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
-    """Starts this step's scores [64, 64 * PAIR] and the last step's value product; returns the scores, finished."""
+def _issue(q_s, k_s, v_s, k_full, ph, v_full, pph, chunk, slot, acc, p0, p1, G: gl.constexpr, D: gl.constexpr,
+           PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
+    """Starts this step's scores [64, 64 * PAIR] and beside them the value product of the step before."""
     HALVES: gl.constexpr = D // 64
     N: gl.constexpr = 64 * PAIR
     zero = gl.zeros([64, N], gl.float32, SL)
@@ -196,9 +219,7 @@ def _scores(q_s, k_s, v_s, k_full, ph, k_empty, v_full, pph, chunk, slot, acc, p
     o_t = warpgroup_mma(p0, v_s.index(slot).reshape([64, D]), acc, is_async=True)
     if PAIR == 2:
         o_t = warpgroup_mma(p1, v_s.index(slot + 1).reshape([64, D]), o_t, is_async=True)
-    s = warpgroup_mma_wait(PAIR, deps=[s_t])
-    mbarrier.arrive(k_empty)
-    return s, o_t
+    return s_t, o_t
 
 
 @gluon.jit
@@ -285,7 +306,8 @@ def _without_bands(s, rows, keys, bands_ptr, bands):
 def _without_blocks(s, keys, blocks_ptr, listed, size):
     """Scores with the keys of the row block's listed blocks masked out: those were counted before."""
     for e in range(listed):
-        s = gl.where((keys // size == gl.load(blocks_ptr + e))[None, :], float("-inf"), s)
+        begin = gl.load(blocks_ptr + e) * size
+        s = gl.where(((keys >= begin) & (keys < begin + size))[None, :], float("-inf"), s)
     return s
 
 
@@ -327,11 +349,16 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
     before = G
     freed = RING * 2
     pph = 0
-    for i in range(halves):
+    entry = 0
+    piece = 0
+    for _ in range(halves):
         slot = st * 2 + G
-        key = gl.load(blocks_ptr + i // pieces) * size + i % pieces * 64
-        s, o_t = _scores(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(slot * 4 + 1),
-                         ring.index(before * 4 + 2), pph, slot * HALVES, before, acc, p0, p0, G, D, 1, 1, SL)
+        s_t, o_t = _issue(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(before * 4 + 2), pph, slot * HALVES,
+                          before, acc, p0, p0, G, D, 1, 1, SL)
+        key = gl.load(blocks_ptr + entry) * size + piece * 64
+        entry, piece = _next_piece(entry, piece, pieces)
+        s = warpgroup_mma_wait(1, deps=[s_t])
+        mbarrier.arrive(ring.index(slot * 4 + 1))
         if key + 63 > r0:
             s = gl.where(rows[:, None] >= (key + cols)[None, :], s, float("-inf"))
         shrink, m, total, p0, _ = _weigh(s, m, total, scale, k_s.dtype, 1, PL)
@@ -348,11 +375,11 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
 
 
 @gluon.jit
-def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, lse_ptr, windows_ptr,
+def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr, windows_ptr,
               bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0, first, q_len, windows,
-              bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1, listed0, listed1, size,
-              scale, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
-              HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+              bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1, listed0, listed1,
+              blocked, uneven, size, scale, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              SLOTS: gl.constexpr, RING: gl.constexpr, HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
     WIDTH: gl.constexpr = 64 * PAIR
@@ -377,8 +404,8 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     p0_, p1_ = _operands(gl.zeros([64, WIDTH], gl.float32, SL) + scale * 0.0, DTYPE, PL, PAIR)
     mbarrier.wait(q_full, 0)
     if HALF_BLOCKS:
-        acc, m, total = _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m, total, p0_, scale, G,
-                                 D, RING, OL, PL)
+        acc, m, total = _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m, total, p0_,
+                                     scale, G, D, RING, OL, PL)
         m = gl.convert_layout(m, gl.SliceLayout(1, SL))
         total = gl.convert_layout(total, gl.SliceLayout(1, SL))
         mbarrier.arrive(handover)
@@ -393,40 +420,20 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     whole_ptr += table_row * words
     for run in range(bands + 3):
         kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
-            run, r0, bands_ptr, bands, windows_ptr, windows, columns, blocks_ptr, tile_blocks, size, WIDTH)
+            run, False, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks, blocked,
+            size, WIDTH, OVERLAPS)
         shift = gl.where(kind == WINDOW_RUN, G, 0)
-        if OVERLAPS:
-            # Under windows alone a row block reads a column in all its rows or in none.
-            careful = (kind == COLUMN_RUN) & ((bands > 0) | (windows == 0))
-            careful = careful | ((kind == WINDOW_RUN) & (bands > 0)) | ((kind != BLOCK_RUN) & (listed > 0))
-            if careful:
-                for i in range(steps):
-                    key = _key(i, kind, origin, list_ptr, factor, pieces, pitch, WIDTH)
-                    acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
-                    mbarrier.arrive(v_empty.index(freed))
-                    s = _lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift,
-                                     G, D, PAIR, SLOTS, SL)
-                    if kind == COLUMN_RUN:
-                        s = _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i,
-                                           bands_ptr, bands, blocks_ptr, listed, size, PAIR)
-                    else:
-                        s = _distances(s, rows, key + cols, lo, hi)
-                        if kind == WINDOW_RUN:
-                            s = _without_bands(s, rows, key + cols, bands_ptr, bands)
-                        s = _without_blocks(s, key + cols, blocks_ptr, listed, size)
-                    shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
-                    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
-                    pst = st
-                    freed = st
-                    pph = ph
-                    slot = st * SLOTS + shift
-                    st, ph = _next(st, ph, STAGES)
-                steps = 0
+        entry = 0
+        piece = 0
         for i in range(steps):
-            key = _key(i, kind, origin, list_ptr, factor, pieces, pitch, WIDTH)
+            s_t, o_t = _issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
+                              st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
+            # Everything that a step must look up is looked up while the products run.
+            key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
+            entry, piece = _next_piece(entry, piece, pieces)
             w0, w1, w2, w3 = _words(some_ptr, i * (WIDTH // 32), words, kind == COLUMN_RUN, PAIR)
-            s, o_t = _scores(q_s, k_s, v_s, k_full.index(st), ph, k_empty.index(st), v_full.index(pst), pph,
-                             st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
+            s = warpgroup_mma_wait(PAIR, deps=[s_t])
+            mbarrier.arrive(k_empty.index(st))
             if kind == COLUMN_RUN:
                 if (w0 & w1 & w2 & w3) != -1:
                     s = gl.where(_bits(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
@@ -441,6 +448,37 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
             pph = ph
             slot = st * SLOTS + shift
             st, ph = _next(st, ph, STAGES)
+    if OVERLAPS:
+        # Lists whose cells may belong to another list too: one product at a time, every cell decided exactly.
+        for run in range(bands + 3):
+            kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
+                run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks,
+                blocked, size, WIDTH, OVERLAPS)
+            shift = gl.where(kind == WINDOW_RUN, G, 0)
+            entry = 0
+            piece = 0
+            for i in range(steps):
+                key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
+                entry, piece = _next_piece(entry, piece, pieces)
+                acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
+                mbarrier.arrive(v_empty.index(freed))
+                s = _lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift, G, D,
+                                 PAIR, SLOTS, SL)
+                if kind == COLUMN_RUN:
+                    s = _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i,
+                                       bands_ptr, bands, blocks_ptr, listed, size, PAIR)
+                else:
+                    s = _distances(s, rows, key + cols, lo, hi)
+                    if kind == WINDOW_RUN:
+                        s = _without_bands(s, rows, key + cols, bands_ptr, bands)
+                    s = _without_blocks(s, key + cols, blocks_ptr, listed, size)
+                shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
+                pst = st
+                freed = st
+                pph = ph
+                slot = st * SLOTS + shift
+                st, ph = _next(st, ph, STAGES)
     if freed < STAGES:
         acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
     own = rows - first
@@ -449,28 +487,25 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     gl.store(lse_ptr + head.to(gl.int64) * q_len + own, lse, mask=(own >= 0) & (own < q_len))
     share = gl.convert_layout(gl.where(some, 1.0 / gl.where(some, total, 1.0), 0.0), gl.SliceLayout(1, OL))
     q_tile = q_s.index(G * HALVES)._reinterpret(DTYPE, [1, 64, D], o_d.layout)
-    q_tile.reshape([64, D]).store((acc * share[:, None]).to(DTYPE))
-    fence_async_shared()
-    barrier()
-    tma_store(o_d, [head, r0 - first, 0], q_tile)
-    tma_store_wait(0)
+    store_rows((acc * share[:, None]).to(DTYPE), q_tile, o_d, o_ptr, head, r0 - first, q_len, D, OL)
 
 
 @gluon.jit(do_not_specialize=[
     "q_len", "kv_len", "heads", "heads_per_sequence", "group", "row_blocks", "table_blocks", "window_cap", "band_cap",
     "column_cap", "words", "block_rows", "block_cap", "by_kv",
 ])
-def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, lse_ptr, starts_ptr, windows_ptr, window_counts_ptr, bands_ptr,
-                  band_count_ptr, columns_ptr, counts_ptr, some_ptr, whole_ptr, blocks_ptr, block_count_ptr,
+def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
+                  columns_ptr, counts_ptr, uneven_ptr, some_ptr, whole_ptr, blocks_ptr, block_count_ptr,
                   block_head_ptr, scale, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks,
                   window_cap, band_cap, column_cap, words, block_rows, block_cap, by_kv,
                   D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
                   HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     """Grid (heads * row_blocks,). `scale` is the softmax scale times log2(e); heads = B * Hq.
 
-    window_counts [heads, ceil(table_blocks / 2)]: windows that reach a key, per 128 own rows; counts [heads,
-    table_blocks, 4] and some/whole [heads, table_blocks, words] come from `triton_plan`, per 64 own rows;
-    block_head [heads, 2] is (slot or -1, block size).
+    Per 64 own rows: counts [heads, table_blocks, 2] is (windows that reach a key, columns not beyond the rows);
+    some/whole [heads, table_blocks, words] are `triton_plan.keep_bits`, and uneven [heads, ceil(table_blocks / 2)]
+    says where they differ within 128 own rows. block_head [heads, 2] is (slot or -1,
+    block size).
     """
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
@@ -494,18 +529,22 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, lse_ptr, starts_ptr, windows_p
     halves1 = 0
     listed0 = 0
     listed1 = 0
+    blocked = False
+    uneven = False
     size = 64
     blocks0_ptr = blocks_ptr
     blocks1_ptr = blocks_ptr
     if real:
-        windows = gl.load(window_counts_ptr + wide * gl.cdiv(table_blocks, 2) + block)
+        last = gl.minimum(2 * block + 1, table_blocks - 1)
+        windows = gl.load(counts_ptr + (wide * table_blocks + last) * 2)
+        columns = gl.cdiv(gl.load(counts_ptr + (wide * table_blocks + last) * 2 + 1), WIDTH)
         bands = gl.load(band_count_ptr + head)
-        if column_cap > 0:
-            last = gl.minimum(2 * block + 1, table_blocks - 1)
-            columns = gl.cdiv(gl.load(counts_ptr + (wide * table_blocks + last) * 4 + 3), WIDTH)
+        if OVERLAPS:
+            uneven = gl.load(uneven_ptr + wide * gl.cdiv(table_blocks, 2) + block) != 0
         if block_cap > 0:
             entry = gl.load(block_head_ptr + 2 * head)
             if entry >= 0:
+                blocked = True
                 size = gl.load(block_head_ptr + 2 * head + 1)
                 u0 = p0 // size
                 u1 = (p0 + 64) // size
@@ -546,16 +585,18 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, lse_ptr, starts_ptr, windows_p
         mbarrier.init(ring.index(i), count=1)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     gl.warp_specialize([
-        (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, lse_ptr,
+        (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr,
                      windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0,
-                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1,
-                     listed0, listed1, size, scale, 0, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
-        (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, lse_ptr,
+                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0,
+                     halves1, listed0, listed1, blocked, uneven, size, scale, 0, D, STAGES, SLOTS, RING,
+                     HALF_BLOCKS, OVERLAPS)),
+        (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr,
                      windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0,
-                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1,
-                     listed0, listed1, size, scale, 1, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0,
+                     halves1, listed0, listed1, blocked, uneven, size, scale, 1, D, STAGES, SLOTS, RING,
+                     HALF_BLOCKS, OVERLAPS)),
         (_producer, (q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring,
                      handover, windows_ptr, bands_ptr, blocks0_ptr, blocks1_ptr, head, kv_head, p0, first, start,
-                     windows, bands, columns, tile_blocks, halves0, halves1, size, D, STAGES, SLOTS, RING,
-                     HALF_BLOCKS, OVERLAPS)),
+                     windows, bands, columns, tile_blocks, halves0, halves1, blocked, uneven, size, D, STAGES, SLOTS,
+                     RING, HALF_BLOCKS, OVERLAPS)),
     ], [4, 1], [240, 24])
