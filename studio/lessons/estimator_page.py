@@ -219,8 +219,9 @@ def _compare_distances(one: Head, vertical: int, slash: int, settings: Estimator
     with left:
         st.markdown(
             "**Distances** are added up along the diagonals. A sum favours short ones, which more pairs can have; a "
-            f"mean is fooled by long ones, which few can have.{fluke} “Shrunk” is a mean that distrusts few pairs. A strong "
-            "column also shows up in the distances, once for every sampled row: taking it out first frees the budget."
+            f"mean is fooled by long ones, which few can have.{fluke} “Shrunk” is a mean that distrusts few pairs. A "
+            "strong column also shows up in the distances, once for every sampled row: taking it out first "
+            "frees the budget."
         )
     with right:
         st.dataframe(
