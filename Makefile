@@ -17,7 +17,9 @@ $(STAMP): pyproject.toml
 	  || { echo 'headscope needs Python 3.11, 3.12 or 3.13; name one with: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'numpy<2.4'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,studio$(GPU_EXTRA)]'
+	@# A CUDA build of torch brings the triton it needs; beside a CPU build the oldest supported one runs in its interpreter.
+	$(BIN)/python -m pip show --quiet triton 2>/dev/null || $(BIN)/python -m pip install --quiet triton==3.6.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,studio$(GPU_EXTRA)]' '$(TORCH)'
 	@touch $(STAMP)
 
 lint: $(STAMP)
