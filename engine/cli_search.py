@@ -248,7 +248,7 @@ def _checks(
     settings: Settings,
 ) -> dict[str, Any]:
     """The winner timed and measured for real on a calibration prompt, and on held-out ones."""
-    from headscope.engine.search_check import calibrated_losses, check_prompt, drift, one_against_all
+    from headscope.engine.search_check import calibrated_losses, check_prompt, drift, one_against_all, uniform_lead
 
     options: dict[str, Any] = {"impl": settings.impl}
     with bar("checking the winner"):
@@ -260,6 +260,10 @@ def _checks(
     if held:
         stored = calibrated_losses(result.table, result.allocation.picked)
         found["held_out"] = drift(held, stored).to_dict()
+        with bar("the best single setting on the held-out prompts"):
+            found["held_out"]["against_uniform"] = uniform_lead(
+                source, others, held, result.table, result.allocation, result.config, **options
+            )
     if len(calibration) > 1:
         found["one_prompt_or_all"] = one_against_all(result.table, result.cost, result.target)
     return found
@@ -315,7 +319,14 @@ def _show(report: dict[str, Any]) -> None:
         layer, head = held["worst_head"]
         console.print(
             f"held-out prompts: mean drift {held['mean_drift']:+.4f}, worst {held['worst_drift']:+.4f} at layer "
-            f"{layer} head {head}"
+            f"{layer} head {head}; less missed than the best single setting by "
+            + ", ".join(f"{row['lead']:+.4f} ({row['prompt']})" for row in held["against_uniform"])
+        )
+    for row in report["checked"].get("one_prompt_or_all", []):
+        over = "" if row["heads_over_target"] is None else f", {row['heads_over_target']} heads above the target"
+        console.print(
+            f"calibrated on {row['calibrated_on']}: worst prompt misses "
+            f"{100 * row['missed_mass_worst_prompt']:.2f}%{over}"
         )
     for row in report["explained"]:
         console.print(f"layer {row['layer']} head {row['head']}: {row['sentence']} {row['blame']}")

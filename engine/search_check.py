@@ -15,7 +15,7 @@ from headscope.engine.measure import DensePass, dense_pass, measure_heads
 from headscope.engine.patterns import Dense
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_measure import Cancel, SearchPrompt, Source, time_layer
-from headscope.engine.search_table import Table, Target, allocate, mean_losses
+from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,39 @@ def drift(checked: Sequence[Checked], calibrated: np.ndarray) -> Drift:
     at = np.unravel_index(int(beyond.argmax()), beyond.shape)
     place = (checked[0].layers[int(at[1])], int(at[2]))
     return Drift(float(beyond.mean(axis=(1, 2)).max()), float(beyond.max()), place, tuple(files.plain(rows)))
+
+
+def uniform_lead(
+    source: Source,
+    prompts: Sequence[SearchPrompt],
+    checked: Sequence[Checked],
+    table: Table,
+    allocation: Allocation,
+    config: HeadConfig,
+    *,
+    impl: str = "auto",
+    cancel: Cancel | None = None,
+) -> list[dict[str, Any]]:
+    """Held-out prompts under the best single setting, at as many computed pairs as the searched config has there.
+
+    The single setting is the one that calibration would have chosen: the two patterns of `best_uniform`, measured on
+    each prompt, the loss read off the straight line between them.
+    """
+    chosen = best_uniform(table, allocation.prediction.computed_pairs)
+    labels = {pattern.label: pattern for pattern in table.grid.candidates}
+    rows = []
+    for prompt, own in zip(prompts, checked, strict=True):
+        ends = []
+        for label in dict.fromkeys((chosen.below, chosen.above)):
+            single = HeadConfig.uniform(config.model, labels[label], estimator=config.estimator)
+            got = check_prompt(source, prompt, single, own.layers, repeats=1, impl=impl, cancel=cancel)
+            ends.append((got.computed_density, float(got.mean.mean())))
+        loss = (
+            ends[0][1] if len(ends) == 1 else float(np.interp(own.computed_density, *zip(*sorted(ends), strict=True)))
+        )
+        searched = float(own.mean.mean())
+        rows.append({"prompt": prompt.name, "searched": searched, "uniform": loss, "lead": loss - searched})
+    return files.plain(rows)
 
 
 def one_against_all(table: Table, cost: CostModel, target: Target) -> list[dict[str, Any]]:
