@@ -8,11 +8,11 @@ PAGES = Path(__file__).parent / "pages"
 
 st.navigation(
     [
-        st.Page(PAGES / "heads.py", title="Heads", icon=":material/grid_view:", default=True),
-        st.Page(PAGES / "tune.py", title="Tune", icon=":material/tune:"),
-        st.Page(PAGES / "search.py", title="Search", icon=":material/travel_explore:"),
-        st.Page(PAGES / "configs.py", title="Configs", icon=":material/inventory_2:"),
-        st.Page(PAGES / "learn.py", title="Learn", icon=":material/school:"),
+        st.Page(PAGES / "heads.py", title="Heads", default=True),
+        st.Page(PAGES / "tune.py", title="Tune"),
+        st.Page(PAGES / "search.py", title="Search"),
+        st.Page(PAGES / "configs.py", title="Configs"),
+        st.Page(PAGES / "learn.py", title="Learn"),
     ],
     position="top",
 ).run()

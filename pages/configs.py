@@ -7,7 +7,7 @@ import streamlit as st
 
 from headscope.engine.errors import HeadscopeError
 from headscope.engine.facts import ModelFacts
-from headscope.studio import exports, state, widgets, words
+from headscope.studio import exports, setup, state, widgets, words
 from headscope.studio.draft import Draft, Grid, differences
 from headscope.studio.exports import RoundTrip
 from headscope.studio.lab import Lab
@@ -40,6 +40,11 @@ def keep(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> None:
     st.text(
         f"{draft.title}: {words.count(changed, 'head differs', 'heads differ') if changed else 'nothing changed yet'}"
     )
+    missing = sum(one is None for row in setup.measured(held, seen, run, draft) for one in row)
+    if missing:
+        st.caption(
+            f"{words.count(missing, 'head has', 'heads have')} no measurement and would be saved without evidence."
+        )
     name = st.text_input("Name of the version", max_chars=120, key="save-name", placeholder="such as calm start")
     note = st.text_input("Note", max_chars=400, key="save-note", placeholder="why, for whoever reads it next")
     pressed = st.button("Save version", type="primary", key="save", icon=":material/save:")
@@ -55,9 +60,6 @@ def keep(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> None:
             seen.version = stored.id
             seen.good_news = f"Saved as version {stored.number}."
         st.rerun()
-    missing = sum(one is None for row in held.grid(run.id, draft.patterns) for one in row)
-    if missing:
-        st.caption(f"{words.count(missing, 'head')} not measured under its pattern yet: saved without evidence.")
 
 
 def bring_in(held: Lab, seen: View, facts: ModelFacts | None) -> None:

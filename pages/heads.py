@@ -10,7 +10,7 @@ from headscope.engine.errors import HeadscopeError
 from headscope.studio import charts, setup, state, widgets, words
 from headscope.studio.draft import Draft
 from headscope.studio.jobs import sentence
-from headscope.studio.lab import QUICK_HEADS, Lab
+from headscope.studio.lab import Lab
 from headscope.studio.panels import more_about
 from headscope.studio.results import METRICS, HeadDetail, Run
 from headscope.studio.state import View
@@ -35,21 +35,7 @@ def main() -> None:
 
 def results(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     """The overview and the head that it is opened on."""
-    grid = held.grid(run.id, draft.patterns)
-    missing = [
-        (layer, head, draft.patterns[layer][head])
-        for layer, row in enumerate(grid)
-        for head, one in enumerate(row)
-        if one is None
-    ]
-    if missing and len(missing) <= QUICK_HEADS:
-        try:
-            held.worker.quick(lambda: held.measure(run, missing))
-        except HeadscopeError as error:
-            st.error(words.plain_markdown(str(error)))
-        grid = held.grid(run.id, draft.patterns)
-    elif missing:
-        setup.measure_missing(held, seen, run, missing)
+    grid = setup.measured(held, seen, run, draft)
     values = widgets.metric_grid(grid, seen.metric)
     left, right = st.columns([5, 8], gap="large")
     with left:

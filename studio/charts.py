@@ -39,7 +39,7 @@ def layout(
         title={"text": title, "font": {"size": 14, "color": theme.ink}, "x": 0, "xanchor": "left", "xref": "paper",
                "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 10}},
         height=height,
-        margin={"l": 8, "r": 8, "t": 62 if legend else 38, "b": 8},
+        margin={"l": 8, "r": 8, "t": 70 if legend else 38, "b": 8},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": "\"Source Sans\", sans-serif", "size": 12, "color": theme.faint},

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from headscope.engine.capture import Capture, capture
@@ -36,7 +37,7 @@ from headscope.studio import prompts, words
 from headscope.studio.draft import Draft, Grid, pattern_key
 from headscope.studio.errors import StoreError
 from headscope.studio.jobs import Context, Worker
-from headscope.studio.maps import head_maps
+from headscope.studio.maps import dense_sums, grid_edges, head_maps
 from headscope.studio.results import HeadDetail, Run, measurement_from_dict
 from headscope.studio.shelf import Shelf
 from headscope.studio.store import RunRow, Store, new_id, now
@@ -88,6 +89,7 @@ class Lab:
         self._captures: Recent[Capture] = Recent(2)
         self._known: Recent[HeadMeasurement] = Recent(200_000)
         self._dense: Recent[DensePass] = Recent(64)
+        self._sums: Recent[np.ndarray] = Recent(64)
         self._points: Recent[tuple[str, str, float, float, float]] = Recent(2048)
         self._splits: Recent[LossSplit] = Recent(256)
         self._details: Recent[HeadDetail] = Recent(48)
@@ -348,6 +350,13 @@ class Lab:
         # The overview's number stands if there is one: the same head must not show two values that differ in rounding.
         measurement = self.known(run.id, layer, head, pattern) or measurement
         missed = last.missed[0, 0]
+        key = (run.id, layer, head, rows, columns)
+        with self._lock:
+            sums = self._sums.fetch(key)
+        if sums is None:
+            sums = dense_sums(q, k, dense.lse, scale, *grid_edges(q, k, rows, columns))
+            with self._lock:
+                self._sums.keep(key, sums)
         return HeadDetail(
             measurement=measurement,
             index_ms=statistics.median(result.index_ms for result in results),
@@ -355,7 +364,7 @@ class Lab:
             dense_ms=dense.ms,
             impl=last.impl,
             missed=missed.float().cpu().numpy(),
-            maps=head_maps(q, k, dense.lse, last.index, missed, rows=rows, columns=columns),
+            maps=head_maps(q, k, dense.lse, last.index, missed, rows=rows, columns=columns, dense=sums),
         )
 
     def curve(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -73,27 +72,29 @@ def head_maps(
     columns: tuple[int, int] | None = None,
     cells: int = 128,
     places: int = 12,
+    dense: np.ndarray | None = None,
 ) -> HeadMaps:
-    """Maps of one head of one unpadded sequence.
+    """Maps of one head of one unpadded sequence. `dense` is `dense_sums` of the same crop, if it is known already.
 
     q [1, 1, S, D], k [1, 1, T, D], dense lse [1, 1, S], the index of that head alone, missed [S] per row.
     `rows` and `columns` are half-open ranges of own positions, clipped to what exists; ValueError if none does.
     """
-    length, query_rows = k.shape[2], q.shape[2]
-    first = length - query_rows
-    rows, columns = _clip(rows, first, length), _clip(columns, 0, length)
-    row_edges, column_edges = edges(*rows, cells), edges(*columns, cells)
-    shape = (len(row_edges) - 1, len(column_edges) - 1)
-    crop = partial(mass.pooled_map, q, k, lse, scale=index.scale, shape=shape, rows=rows, cols=columns)
-    dense = crop()[0, 0].cpu().numpy()
-    kept = crop(index=index)[0, 0].cpu().numpy()
-    covered = mass.coverage_map(index, shape=shape, rows=rows, cols=columns)[0, 0].cpu().numpy()
+    first = k.shape[2] - q.shape[2]
+    row_edges, column_edges = grid_edges(q, k, rows, columns, cells)
+    if dense is None:
+        dense = dense_sums(q, k, lse, index.scale, row_edges, column_edges)
+    span = {"rows": (row_edges[0], row_edges[-1]), "cols": (column_edges[0], column_edges[-1])}
+    shape = dense.shape
+    kept = mass.pooled_map(
+        q, k, lse, scale=index.scale, shape=shape, index=index, rows=span["rows"], cols=span["cols"]
+    )[0, 0].cpu().numpy()  # fmt: skip
+    covered = mass.coverage_map(index, shape=shape, rows=span["rows"], cols=span["cols"])[0, 0].cpu().numpy()
     causal = causal_pairs(row_edges, column_edges)
     void = causal == 0
     share = np.divide(covered, causal, out=np.zeros(shape), where=~void)
     spans = np.diff(np.asarray(row_edges))[:, None]
     probe = _rows_of(q, k, lse, index.computed, index.scale)
-    near, far = _distances(probe, first, length)
+    near, far = _distances(probe, first, k.shape[2])
     return HeadMaps(
         row_edges,
         column_edges,
@@ -104,6 +105,30 @@ def head_maps(
         near,
         far,
     )
+
+
+def grid_edges(
+    q: torch.Tensor, k: torch.Tensor, rows: tuple[int, int] | None, columns: tuple[int, int] | None, cells: int = 128
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Row and column limits of a head's maps; the spans are clipped to what exists."""
+    length = k.shape[2]
+    return edges(*_clip(rows, length - q.shape[2], length), cells), edges(*_clip(columns, 0, length), cells)
+
+
+def dense_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    row_edges: tuple[int, ...],
+    column_edges: tuple[int, ...],
+) -> np.ndarray:
+    """Exact sums of dense probability per cell, float32 [rows, columns]: the same whatever the pattern."""
+    shape = (len(row_edges) - 1, len(column_edges) - 1)
+    spans = {"rows": (row_edges[0], row_edges[-1]), "cols": (column_edges[0], column_edges[-1])}
+    pooled = mass.pooled_map(q, k, lse, scale=scale, shape=shape, rows=spans["rows"], cols=spans["cols"])
+    found: np.ndarray = pooled[0, 0].cpu().numpy()
+    return found
 
 
 def causal_pairs(row_edges: tuple[int, ...], column_edges: tuple[int, ...]) -> np.ndarray:

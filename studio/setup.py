@@ -10,11 +10,14 @@ import polars as pl
 import streamlit as st
 
 from headscope.engine.errors import HeadscopeError, PromptError
+from headscope.engine.facts import FULL
+from headscope.engine.measure import HeadMeasurement
 from headscope.engine.packaged import PACKAGED
 from headscope.engine.patterns import Pattern
 from headscope.studio import prompts, state, widgets, words
+from headscope.studio.draft import Draft
 from headscope.studio.estimates import estimate
-from headscope.studio.lab import Lab
+from headscope.studio.lab import QUICK_HEADS, Lab
 from headscope.studio.results import Run
 from headscope.studio.state import View
 
@@ -215,6 +218,27 @@ def earlier(held: Lab, seen: View) -> None:
         alt="Earlier runs; choose a row to open it",
     )  # fmt: skip
     st.caption("Choose a row to open it. Its numbers are in the database; pictures need the capture.")
+
+
+def measured(held: Lab, seen: View, run: Run, draft: Draft) -> list[list[HeadMeasurement | None]]:
+    """Every head of the draft as measured on this run; a few that are missing are measured now, many as a job."""
+    grid = held.grid(run.id, draft.patterns)
+    missing = [
+        (layer, head, draft.patterns[layer][head])
+        for layer, row in enumerate(grid)
+        for head, one in enumerate(row)
+        if one is None and run.facts.layer_types[layer] == FULL
+    ]
+    if not missing:
+        return grid
+    if len(missing) > QUICK_HEADS:
+        measure_missing(held, seen, run, missing)
+        return grid
+    try:
+        held.worker.quick(lambda: held.measure(run, missing))
+    except HeadscopeError as error:
+        st.error(words.plain_markdown(str(error)))
+    return held.grid(run.id, draft.patterns)
 
 
 def measure_missing(held: Lab, seen: View, run: Run, missing: Sequence[tuple[int, int, Pattern]]) -> None:

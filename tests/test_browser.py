@@ -96,6 +96,10 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+DRAWN = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(one => one.querySelector('.main-svg'))"
+"""JavaScript: every figure has been drawn."""
+
+
 def open_page(browser: Any, url: str, width: int = 1440, height: int = 900, scheme: str = "light") -> Any:
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()
@@ -110,7 +114,8 @@ def settle(page: Any, pause: int = 500) -> None:
     page.wait_for_timeout(pause)
     for _ in range(600):
         running = page.locator('[data-testid="stApp"][data-test-script-state="running"]').count()
-        if not running and not page.locator('[data-stale="true"]').count():
+        waiting = page.locator('[data-stale="true"], [data-testid="stSkeleton"]').count()
+        if not running and not waiting and page.evaluate(DRAWN):
             break
         page.wait_for_timeout(100)
     page.wait_for_timeout(300)
