@@ -17,6 +17,9 @@ from headscope.studio.lessons.figures import Kind
 from headscope.studio.theme import Theme
 from headscope.studio.words import percent
 
+DRAWING = (8, 1, 2)
+"""The article's drawing: positions, sink, window."""
+
 LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -118,7 +121,11 @@ def show(theme: Theme) -> None:
         n = parts.slider("Positions n", 4, 64, 8, "ashape-n")
         sink = parts.slider("Sink g", 0, 16, 1, "ashape-sink")
         window = parts.slider("Window w", 1, 32, 2, "ashape-window")
-        st.caption("With 8 positions, sink 1 and window 2 this is the drawing in the article, with 21 cells.")
+        drawn = lesson(*DRAWING)
+        st.caption(
+            f"With {drawn.n} positions, sink {drawn.sink} and window {drawn.window} this is the drawing in the article, "
+            f"with {drawn.cells} cells."
+        )
     found = lesson(n, sink, window)
     with right:
         parts.numbers(
