@@ -123,7 +123,7 @@ def show(theme: Theme) -> None:
         window = parts.slider("Window w", 1, 32, 2, "ashape-window")
         drawn = lesson(*DRAWING)
         st.caption(
-            f"With {drawn.n} positions, sink {drawn.sink} and window {drawn.window} this is the drawing in the article, "
+            f"With {drawn.n} positions, sink {drawn.sink} and window {drawn.window} this is the article's drawing, "
             f"with {drawn.cells} cells."
         )
     found = lesson(n, sink, window)
