@@ -31,7 +31,6 @@ from headscope.kernels.triton_common import (
     softmax_step,
 )
 
-
 _MOST_WORDS = 2**27
 """Keep words of one launch: 512 MiB."""
 

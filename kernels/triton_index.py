@@ -33,58 +33,68 @@ def _later(a, b):
 @triton.jit(do_not_specialize=("flag_size", "bands_cap", "windows_cap"))
 def _runs_kernel(
     flag_ptr, length_ptr, row_ptr, bands_ptr, band_count_ptr, windows_ptr, window_count_ptr,
-    flag_size, bands_cap, windows_cap, WINDOWS: tl.constexpr, CHUNK: tl.constexpr,
+    flag_size, bands_cap, windows_cap, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Chosen distances of one head as ascending bands and, by rule `tiles/1` (R = 64, W = 128), as windows.
-
-    Distances of a run touch windows in ascending order, so a window is new when it lies beyond the last window of
-    the chosen distance before, which is known without a scan over windows.
-    """
+    """Chosen distances of one head as ascending bands (program 0) and, by the rule `tiles/1`, as windows (program 1)."""
     line = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + line)
     row = tl.load(row_ptr + line).to(tl.int64)
     flag_ptr += line * flag_size
-    bands_ptr += row * bands_cap * 2
-    windows_ptr += row * windows_cap
-    latest = -(2**30)
-    start = -1
+    if tl.program_id(1) == 0:
+        _bands(flag_ptr, bands_ptr + row * bands_cap * 2, band_count_ptr + row, length, bands_cap, CHUNK)
+    else:
+        _windows(flag_ptr, windows_ptr + row * windows_cap, window_count_ptr + row, length, windows_cap, CHUNK)
+
+
+@triton.jit
+def _bands(flag_ptr, bands_ptr, count_ptr, length, bands_cap, CHUNK: tl.constexpr):
     n_first = 0
     n_last = 0
-    n_windows = 0
     for at in range(0, length, CHUNK):
         distance = at + tl.arange(0, CHUNK)
-        here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32) > 0
-        beside = tl.load(flag_ptr + distance - 1, mask=(distance > 0) & (distance <= length), other=0).to(tl.int32) > 0
-        after = tl.load(flag_ptr + distance + 1, mask=distance + 1 < length, other=0).to(tl.int32) > 0
-        first = (here & (beside == 0)).to(tl.int32)
-        last = (here & (after == 0)).to(tl.int32)
+        here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32)
+        beside = tl.load(flag_ptr + distance - 1, mask=(distance > 0) & (distance <= length), other=0).to(tl.int32)
+        after = tl.load(flag_ptr + distance + 1, mask=distance + 1 < length, other=0).to(tl.int32)
+        first = here * (1 - beside)
+        last = here * (1 - after)
         place = n_first + tl.cumsum(first, 0) - 1
         tl.store(bands_ptr + place * 2, distance, mask=(first > 0) & (place < bands_cap))
         place = n_last + tl.cumsum(last, 0) - 1
         tl.store(bands_ptr + place * 2 + 1, distance, mask=(last > 0) & (place < bands_cap))
         n_first += tl.sum(first, 0)
         n_last += tl.sum(last, 0)
-        if WINDOWS:
-            before = tl.associative_scan(tl.where(beside, distance - 1, -(2**30)), 0, _later)
-            before = tl.maximum(before, latest)
-            opens = here & (distance - before >= 192)
-            run = tl.maximum(tl.associative_scan(tl.where(opens, distance, -1), 0, _later), start)
-            one = run + 64 + (distance - run) // 128 * 128
-            two = run + 64 + (distance - run + 63) // 128 * 128
-            reached = tl.where(opens, -1, run + 64 + (before - run + 63) // 128 * 128)
-            new_one = (here & (one > reached) & (one - 127 < length)).to(tl.int32)
-            new_two = (here & (two > reached) & (two > one) & (two - 127 < length)).to(tl.int32)
-            new = new_one + new_two
-            place = n_windows + tl.cumsum(new, 0) - new
-            tl.store(windows_ptr + place, one, mask=(new_one > 0) & (place < windows_cap))
-            place += new_one
-            tl.store(windows_ptr + place, two, mask=(new_two > 0) & (place < windows_cap))
-            n_windows += tl.sum(new, 0)
-            latest = tl.maximum(latest, tl.max(tl.where(here, distance, -(2**30)), 0))
-            start = tl.maximum(start, tl.max(run, 0))
-    tl.store(band_count_ptr + row, n_first)
-    if WINDOWS:
-        tl.store(window_count_ptr + row, n_windows)
+    tl.store(count_ptr, n_first)
+
+
+@triton.jit
+def _windows(flag_ptr, windows_ptr, count_ptr, length, windows_cap, CHUNK: tl.constexpr):
+    """R = 64, W = 128. A run's distances touch windows in ascending order, so a window is new when it lies beyond the
+    last window of the chosen distance before, which is known without a scan over windows."""
+    latest = -(2**30)
+    start = -1
+    n_windows = 0
+    for at in range(0, length, CHUNK):
+        distance = at + tl.arange(0, CHUNK)
+        here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32) > 0
+        beside = tl.load(flag_ptr + distance - 1, mask=(distance > 0) & (distance <= length), other=0).to(tl.int32) > 0
+        before = tl.associative_scan(tl.where(beside, distance - 1, -(2**30)), 0, _later)
+        before = tl.maximum(before, latest)
+        opens = here & (distance - before >= 192)
+        run = tl.maximum(tl.associative_scan(tl.where(opens, distance, -1), 0, _later), start)
+        one = run + 64 + (distance - run) // 128 * 128
+        two = run + 64 + (distance - run + 63) // 128 * 128
+        reached = tl.where(opens, -1, run + 64 + (before - run + 63) // 128 * 128)
+        new_one = (here & (one > reached) & (one - 127 < length)).to(tl.int32)
+        new_two = (here & (two > reached) & (two > one) & (two - 127 < length)).to(tl.int32)
+        new = new_one + new_two
+        place = n_windows + tl.cumsum(new, 0) - new
+        tl.store(windows_ptr + place, one, mask=(new_one > 0) & (place < windows_cap))
+        place += new_one
+        tl.store(windows_ptr + place, two, mask=(new_two > 0) & (place < windows_cap))
+        n_windows += tl.sum(new, 0)
+        latest = tl.maximum(latest, tl.max(tl.where(here, distance, -(2**30)), 0))
+        start = tl.maximum(start, tl.max(run, 0))
+    tl.store(count_ptr, n_windows)
 
 
 @dataclass(frozen=True)
@@ -213,9 +223,10 @@ def _choose_lines(
         local, slash = [plan.local for plan in slashes], [plan.slash for plan in slashes]
         _choose(pick, local, slash, own_here, rows_here, flags=chosen)
         length_here = device_ints(own_here, device)
-        _runs_kernel[(len(by_distance),)](
+        _runs_kernel[(len(by_distance), 2 if tile > 1 else 1)](
             chosen, length_here, rows_here, table.bands, table.band_count, table.windows, table.window_count,
-            chosen.shape[1], table.bands.shape[1], table.windows.shape[1], WINDOWS=tile > 1, CHUNK=4096, num_warps=8,
+            chosen.shape[1], table.bands.shape[1], table.windows.shape[1],
+            CHUNK=4096, num_warps=8,
         )  # fmt: skip
     if by_windows and table.windows is not table.grid:
         at = device_ints(tuple(online[line] for line in by_windows), device).long()
@@ -289,9 +300,7 @@ def _choose_blocks(
     rows = max((-(-kv_len // plans[n].block_size) for n in listed), default=0)
     fixed = {n: _fixed_lists(plans[n], lengths[n]) for n in listed if plans[n].blocks}
     online = [n for n in listed if not plans[n].blocks and plans[n].top_blocks and lengths[n] > 0]
-    most = max(
-        (min(plans[n].top_blocks, -(-lengths[n] // plans[n].block_size)) for n in online), default=0
-    )
+    most = max((min(plans[n].top_blocks, -(-lengths[n] // plans[n].block_size)) for n in online), default=0)
     most = max([most, *(len(row) for lists in fixed.values() for row in lists)])
     blocks = torch.full((len(listed), rows, most), PAD, dtype=torch.int32, device=device)
     count = torch.zeros(len(listed), rows, dtype=torch.int32, device=device)

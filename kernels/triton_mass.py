@@ -18,7 +18,6 @@ from headscope.kernels.layout import Layout
 from headscope.kernels.triton_common import (
     LOG2E,
     check_inputs,
-    count_below,
     descriptor,
     device_ints,
     packed,

@@ -126,9 +126,7 @@ def _store_edge(edge_ptr, place, delta, lo, hi, check, mask):
 
 
 @triton.jit(
-    do_not_specialize=(
-        "full_cap", "edge_cap", "columns_cap", "row_blocks", "full_steps", "edge_steps", "column_steps"
-    )
+    do_not_specialize=("full_cap", "edge_cap", "columns_cap", "row_blocks", "full_steps", "edge_steps", "column_steps")
 )
 def _counts_kernel(
     full_ptr, edge_ptr, sizes_ptr, columns_ptr, column_count_ptr, band_count_ptr, window_count_ptr, counts_ptr,
@@ -157,9 +155,7 @@ def _counts_kernel(
 
 
 @triton.jit(
-    do_not_specialize=(
-        "windows_cap", "bands_cap", "columns_cap", "size", "window_steps", "band_steps", "column_steps"
-    )
+    do_not_specialize=("windows_cap", "bands_cap", "columns_cap", "size", "window_steps", "band_steps", "column_steps")
 )
 def _cover_kernel(
     windows_ptr, window_count_ptr, bands_ptr, band_count_ptr, columns_ptr, column_count_ptr, cover_ptr,
@@ -245,7 +241,9 @@ def _keep_kernel(
             tl.store(some_ptr + out, tl.sum(tl.reshape(tl.where(some, bit, 0), [WORDS, 32]), 1), mask=word < words)
             if WHOLE:
                 whole = some & ((flags & 16) == 0) & (x >= 0)
-                tl.store(whole_ptr + out, tl.sum(tl.reshape(tl.where(whole, bit, 0), [WORDS, 32]), 1), mask=word < words)
+                tl.store(
+                    whole_ptr + out, tl.sum(tl.reshape(tl.where(whole, bit, 0), [WORDS, 32]), 1), mask=word < words
+                )
 
 
 def lengths(layout: Layout) -> torch.Tensor:

@@ -71,15 +71,14 @@ def _join(top_ptr, total_ptr, line, row, LOGIT: tl.constexpr, SPLITS: tl.constex
         return most + tl.math.log2(tl.sum(total * tl.math.exp2(top - most[None, :]), 0))
 
 
-@triton.jit(
-    do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "span", "tiles", "per_program")
-)
+@triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "tiles", "per_program"))
 def _weights_kernel(
-    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, weight_d, column_ptr, q_len, kv_len, heads, group,
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, weight_ptr, column_ptr, q_len, kv_len, heads, group,
     rows_cap, row_chunks, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr,
-    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
+    """Tiles of columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
     slot = tl.program_id(0)
     head = tl.load(heads_ptr + slot)
     sequence = head // heads
@@ -94,7 +93,7 @@ def _weights_kernel(
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
         if SINGLE:
             weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
-            weight_d.store([slot, 0, tile * 128], weight.reshape([1, 64, 128]))
+            _store_tile(weight_ptr, weight, slot.to(tl.int64) * tiles + tile, row_chunks, 0)
             best = _per_column(row, weight, BY_MAX)
         else:
             best = tl.full([128], float("-inf") if BY_MAX else 0.0, tl.float32)
@@ -102,10 +101,17 @@ def _weights_kernel(
                 row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, chunk * 64, rows_cap, q_len, D, WIDTH)
                 norm = _join(top_ptr, total_ptr, slot * row_chunks + chunk, row, LOGIT, SPLITS)
                 weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
-                weight_d.store([slot, chunk * 64, tile * 128], weight.reshape([1, 64, 128]))
+                _store_tile(weight_ptr, weight, slot.to(tl.int64) * tiles + tile, row_chunks, chunk)
                 here = _per_column(row, weight, BY_MAX)
                 best = tl.maximum(best, here) if BY_MAX else best + here
         tl.store(column_ptr + slot.to(tl.int64) * span + columns, best)
+
+
+@triton.jit
+def _store_tile(weight_ptr, weight, tile, row_chunks, chunk):
+    """A tile [64, 128] in one piece: rows of a whole line apart would all fall on the same memory channels."""
+    place = tl.arange(0, 64)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(weight_ptr + (tile * row_chunks + chunk) * 8192 + place, weight)
 
 
 @triton.jit
@@ -137,13 +143,14 @@ def _distances_kernel(
     acc = tl.zeros([8, BLOCK], tl.float32)
     pairs = tl.zeros([8, BLOCK], tl.float32)
     sampled = 0.0
-    base = slot.to(tl.int64) * row_chunks * 64
+    base = slot.to(tl.int64) * (span // 128)
     for at in range(0, rows_cap, 8):
         number = at + step
         row = tl.load(rows_ptr + sequence * rows_cap + number, mask=number < rows_cap, other=-1)
         column = row[:, None] - distance[None, :]
         real = column >= 0
-        weight = tl.load(weight_ptr + (base + number)[:, None] * span + column, mask=real, other=0.0)
+        place = (base + column // 128) * (row_chunks * 8192) + number[:, None] * 128 + column % 128
+        weight = tl.load(weight_ptr + place, mask=real, other=0.0)
         if REMOVED:
             gone = tl.load(flag_ptr + slot.to(tl.int64) * flag_size + column, mask=real, other=1)
             weight = tl.where(gone > 0, 0.0, weight)
@@ -205,7 +212,8 @@ def weights(
     q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, scale: float,
     logit: bool, by_max: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The statistic of the sampled rows, float32 [lines, rows, span], and its score per column [lines, span].
+    """The statistic of the sampled rows, float32 [lines, tiles, rows, 128], and its score per column
+    [lines, span], with `span` the keys rounded up to tiles of 128.
 
     `heads` int32 [lines] says which head (of B * Hq) a line is, `rows` int32 [B, r] the own positions sampled.
     """
@@ -216,7 +224,7 @@ def weights(
     span = tiles * 128
     top = torch.empty(lines, chunks, splits, 64, dtype=torch.float32, device=q.device)
     total = torch.empty_like(top)
-    weight = torch.empty(lines, chunks * 64, span, dtype=torch.float32, device=q.device)
+    weight = torch.empty(lines, tiles, chunks * 64, 128, dtype=torch.float32, device=q.device)
     column = torch.empty(lines, span, dtype=torch.float32, device=q.device)
     shape = (q.shape[2], kv_len, q.shape[1], q.shape[1] // k.shape[1], rows_cap)
     unit = scale if logit else scale * LOG2E
@@ -225,11 +233,11 @@ def weights(
         q, keys, rows, heads, starts, top, total, *shape, tiles, -(-tiles // splits), chunks, unit,
         D=head_dim, WIDTH=width, LOGIT=logit, PRECISION=precision(q.dtype), num_warps=4,
     )  # fmt: skip
-    per_program = max(1, min(8, tiles * lines // 1024))
+    per_program = max(1, min(16, tiles * lines // 1024))
     _weights_kernel[(lines, -(-tiles // per_program))](
-        q, keys, rows, heads, starts, top, total, descriptor(weight, 64, 128),
-        column, *shape, chunks, span, tiles, per_program, unit, D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max,
-        SINGLE=chunks == 1, SPLITS=splits, PRECISION=precision(q.dtype), num_warps=4,
+        q, keys, rows, heads, starts, top, total, weight, column, *shape, chunks, span, tiles, per_program, unit,
+        D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max, SINGLE=chunks == 1, SPLITS=splits,
+        PRECISION=precision(q.dtype), num_warps=4,
     )  # fmt: skip
     return weight, column
 
@@ -238,7 +246,8 @@ def distances(
     weight: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, query_heads: int, how: str, chosen: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """float32 [lines, span]: the statistic per distance; `chosen` uint8 [lines, T] columns are left out."""
-    lines, padded, span = weight.shape
+    lines, tiles, padded, _ = weight.shape
+    span = tiles * 128
     out = torch.empty(lines, span, dtype=torch.float32, device=weight.device)
     _distances_kernel[(-(-span // 256), lines)](
         weight, rows, heads, rows if chosen is None else chosen, out, query_heads, rows.shape[1], padded // 64, span,

@@ -45,9 +45,7 @@ def _count_kernel(
     in_ptr, cut_ptr, forced_ptr, length_ptr, tally_ptr, row_size, chunks, MODE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1)
-    sure, equal = _flags(
-        in_ptr, cut_ptr, forced_ptr, length_ptr, line, tl.program_id(0) * CHUNK, row_size, MODE, CHUNK
-    )
+    sure, equal = _flags(in_ptr, cut_ptr, forced_ptr, length_ptr, line, tl.program_id(0) * CHUNK, row_size, MODE, CHUNK)
     out = tally_ptr + (line * chunks + tl.program_id(0)) * 2
     tl.store(out, tl.sum(sure, 0))
     tl.store(out + 1, tl.sum(equal, 0))

@@ -37,7 +37,20 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 def test_in_interpreter(part: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", part, __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-k",
+        part,
+        __file__,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
@@ -218,9 +231,7 @@ def test_index_ties_and_budgets(seed: int) -> None:
     )  # fmt: skip
     for line in range(5):
         one = (slice(line, line + 1),)
-        expected = torch_index.best(
-            score[one], torch.tensor(forced)[one], torch.tensor(budget)[one], lengths[line]
-        )[0]
+        expected = torch_index.best(score[one], torch.tensor(forced)[one], torch.tensor(budget)[one], lengths[line])[0]
         assert torch.equal(flags[line].bool(), expected)
         assert out[line, : budget[line]].tolist() == expected.nonzero()[:, 0].tolist()
 
