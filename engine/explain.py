@@ -17,7 +17,7 @@ from headscope.engine.config import HeadConfig
 from headscope.engine.index import build_index
 from headscope.engine.oracle import LossSplit, loss_split
 from headscope.engine.search_cost import CostModel
-from headscope.engine.search_front import Front, Point, simplest_of_fastest
+from headscope.engine.search_front import TIE_TIME, Front, Point, simplest_of_fastest
 from headscope.engine.search_measure import Cancel, SearchPrompt, Source
 from headscope.engine.search_table import Allocation, Table, Target, fronts
 
@@ -143,6 +143,8 @@ def _sentence(
         why = "loses least for its time at the common exchange rate of loss for time"
     elif chosen.kind == "dense":
         why = "is as fast here as any sparse candidate within the limit"
+    elif chosen.ms > simplest_of_fastest([p for p in front.every if p.loss <= limit]).ms * (1 + TIE_TIME):
+        why = f"is the fastest within {limit:.2%} of the families that its layer runs anyway"
     else:
         why = f"is the fastest that misses at most {limit:.2%} on every prompt"
     text = f"{chosen.label} {why}: {chosen.loss:.2%} missed, {chosen.ms:.2f} ms."

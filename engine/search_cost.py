@@ -1,9 +1,10 @@
 """What a config costs in time: a model fitted to measured layers of the machine at hand.
 
-A layer takes `layer + sum over heads of fixed[family] + keys[family] * tokens + tile[family] * tiles`, where a tile
-is 64 x 128 cells that the kernel touches. Dense layers that the model keeps to itself have their own line. All
-coefficients are at least 0; the fit is by least squares of the relative error, without outliers, since other
-programs disturb single timings. The model is a file of its own: times are a machine's, budgets are not.
+A layer takes `layer_ms`, `layer[family]` once for every family among its heads (its index has launches of its own),
+and for each head `fixed[family] + keys[family] * tokens + tile[family] * tiles`, where a tile is 64 x 128 cells that
+the kernel touches. Layers that are dense throughout have their own line. All coefficients are at least 0; the fit is
+by least squares of the relative error, without outliers, since other programs disturb single timings. The model is a
+file of its own: times are a machine's, budgets are not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headscope.engine.search_measure import PromptResult
 FORMAT = "headscope.cost-model/1"
 TILE_CELLS = 64 * 128
 FAMILIES = ("dense", "a-shape", "vertical-slash", "block-sparse")
-_PARTS = ("fixed", "keys", "tile")
+_PARTS = ("layer", "fixed", "keys", "tile")
 
 
 def dense_tiles(tokens: int) -> float:
@@ -47,7 +48,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Milliseconds. `heads[family]` has `fixed` per head, `keys` per 1,024 tokens and `tile` per tile.
+    """Milliseconds. `heads[family]` has `layer` once a layer that has the family, and for every head `fixed`, `keys`
+    per 1,024 tokens and `tile` per tile.
 
     `layer_ms` is paid once a sparse layer. `dense` is [per layer, per tile] of an all-dense layer, over all heads.
     `other` is [per prompt, per 1,024 tokens] of everything that is not attention. `machine` says where it is from.
@@ -73,6 +75,10 @@ class CostModel:
         """One head of a sparse layer, its share of the layer's own cost left out; `tile_cells` may be an array."""
         entry = self.heads[pattern.kind]
         return entry["fixed"] + entry["keys"] * tokens / 1024 + entry["tile"] * tile_cells / TILE_CELLS
+
+    def base_ms(self, kinds: Iterable[str]) -> float:
+        """What a sparse layer with heads of these families takes before its heads."""
+        return self.layer_ms + sum(self.heads[kind]["layer"] for kind in sorted(set(kinds)))
 
     def dense_layer_ms(self, tokens: int, heads: int) -> float:
         """A layer whose heads are all dense: it runs in the dense kernel."""
@@ -111,7 +117,7 @@ class CostModel:
     @classmethod
     def tiles(cls) -> CostModel:
         """A model of no machine: one millisecond a tile, nothing else. It compares configs by computed tiles."""
-        entry = {"fixed": 0.0, "keys": 0.0, "tile": 1.0}
+        entry = {"layer": 0.0, "fixed": 0.0, "keys": 0.0, "tile": 1.0}
         return cls(0.0, {family: dict(entry) for family in FAMILIES}, (0.0, 1.0), (0.0, 0.0), {"unit": "tiles"})
 
 
@@ -148,15 +154,15 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
     table = np.array([_features(sample, several) for sample in timed])
     ms = np.array([sample.ms for sample in timed])
     # Other programs make single timings slow, never fast: start from the medians of like samples, then keep what
-    # lies near the model and fit again, with errors relative to what the model says.
-    found = _relative_fit(*_medians(table, ms, [(sample.patterns, sample.tokens) for sample in timed]))
+    # lies near its own kind and fit again, with errors relative to what the model says. Mixes are one kind: they are
+    # what real configs look like, so that they must not be left out for being unlike the rest.
+    groups = _groups(timed)
+    found = _relative_fit(*_medians(table, ms, groups))
     keep = np.ones(len(ms), dtype=bool)
     for turn in range(8):
         expected = np.maximum(table @ found, 1e-9)
-        error = ms / expected - 1
-        spread = float(np.median(np.abs(error)))
-        kept = np.abs(error) <= max(0.1, 2.5 * spread)
-        if kept.sum() < max(table.shape[1], len(ms) // 2) or (turn and (kept == keep).all()):
+        kept = _near(ms / expected, groups)
+        if turn and (kept == keep).all():
             break
         keep = kept
         found = _relative_fit(table[keep], ms[keep], expected[keep])
@@ -166,22 +172,41 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
         float((table[keep] @ found).sum() / ms[keep].sum() - 1),
     )  # fmt: skip
     heads = {
-        family: dict(zip(_PARTS, (float(x) for x in found[1 + 3 * at : 4 + 3 * at]), strict=True))
+        family: dict(zip(_PARTS, (float(x) for x in found[1 + 4 * at : 5 + 4 * at]), strict=True))
         for at, family in enumerate(FAMILIES)
     }
     return CostModel(float(found[0]), heads, _dense_fit(results), _other_fit(results), machine, quality)
 
 
 def _features(sample: Sample, several: bool) -> list[float]:
-    row = [0.0] * (1 + 3 * len(FAMILIES))
+    row = [0.0] * (1 + 4 * len(FAMILIES))
     row[0] = 1.0
     for pattern, cells in zip(sample.patterns, sample.tile_cells, strict=True):
-        at = 1 + 3 * FAMILIES.index(pattern.kind)
-        row[at] += 1.0
+        at = 1 + 4 * FAMILIES.index(pattern.kind)
+        row[at] = 1.0
+        row[at + 1] += 1.0
         if several:  # with one length, what grows with it cannot be told from what is fixed
-            row[at + 1] += sample.tokens / 1024
-        row[at + 2] += cells / TILE_CELLS
+            row[at + 2] += sample.tokens / 1024
+        row[at + 3] += cells / TILE_CELLS
     return row
+
+
+def _groups(timed: Sequence[Sample]) -> list[Any]:
+    """Like samples: one candidate on all heads at one length, or a mix at one length."""
+    return [(set_of.pop() if len(set_of := set(s.patterns)) == 1 else "mix", s.tokens) for s in timed]
+
+
+def _near(ratio: np.ndarray, groups: Sequence[Any]) -> np.ndarray:
+    """Which samples lie near the median of their group."""
+    members: dict[Any, list[int]] = {}
+    for at, group in enumerate(groups):
+        members.setdefault(group, []).append(at)
+    kept = np.zeros(len(ratio), dtype=bool)
+    for at in members.values():
+        centre = float(np.median(ratio[at]))
+        off = np.abs(ratio[at] / centre - 1)
+        kept[at] = off <= max(0.1, 2.5 * float(np.median(off)))
+    return kept
 
 
 def _relative_fit(table: np.ndarray, ms: np.ndarray, expected: np.ndarray | None = None) -> np.ndarray:
@@ -190,7 +215,7 @@ def _relative_fit(table: np.ndarray, ms: np.ndarray, expected: np.ndarray | None
     return nonnegative_least_squares(table / unit[:, None], ms / unit)
 
 
-def _medians(table: np.ndarray, ms: np.ndarray, groups: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _medians(table: np.ndarray, ms: np.ndarray, groups: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """One row per group: its mean features and its median time."""
     members: dict[Any, list[int]] = {}
     for at, group in enumerate(groups):

@@ -37,7 +37,7 @@ STATS = (
 """What is kept of a head under a candidate. Losses are shares of probability; `tile_cells` are the cells that the
 kernel touches: computed pairs, causal waste and padding."""
 
-MIXED = 2
+MIXED = 4
 """Layers of mixed candidates that are timed beside the uniform ones: a real config is a mix."""
 
 Visit = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -192,13 +192,36 @@ def allocate(table: Table, model: CostModel, target: Target, made: list[Front] |
     if unknown:
         raise SearchError(f"There is a limit for layer {unknown[0]}, which was not searched.")
     if target.max_missed is not None:
-        choice = least_time(every, target.max_missed, limits)
+        choice = _for_limit(every, table, model, target.max_missed, limits)
         picked = _picked(choice, table)
         if target.dense_where_faster:
             picked[list(_slower(picked, table, model))] = 0
     else:
         choice, picked = _for_speedup(every, table, model, target, limits)
     return Allocation(picked, choice, predict(picked, table, model, target.metric), _unserved(every, target))
+
+
+def _for_limit(every: list[Front], table: Table, model: CostModel, limit: float, limits: dict[int, float]) -> Choice:
+    """Least time within the limit. A family costs its layer something once, so every set of families is tried."""
+    kinds = [pattern.kind for pattern in table.grid.candidates]
+    sparse = sorted(set(kinds) - {Dense.kind})
+    sets = [set(picked) for size in range(len(sparse) + 1) for picked in combinations(sparse, size)]
+    chosen: list[Point] = []
+    for at in range(len(table.layers)):
+        row = every[at * table.heads : (at + 1) * table.heads]
+        best: tuple[float, Choice] | None = None
+        for allowed in sets:
+            some = [
+                Front.of(each.layer, each.head, [p for p in each.every if kinds[p.number] in allowed | {Dense.kind}])
+                for each in row
+            ]
+            choice = least_time(some, limit, limits)
+            total = choice.ms + model.base_ms(kinds[point.number] for point in choice.points)
+            if best is None or total < best[0] * (1 - 1e-9):
+                best = (total, choice)
+        assert best is not None
+        chosen += best[1].points
+    return Choice(tuple(chosen), sum(point.ms for point in chosen), sum(point.weighted for point in chosen))
 
 
 def _for_speedup(
@@ -213,7 +236,9 @@ def _for_speedup(
     dense_layer = float(np.mean([model.dense_layer_ms(n, table.heads) for n in table.tokens]))
     dense_total = other + dense_layer * len(table.layers)
     place = {layer: at for at, layer in enumerate(table.layers)}
-    fastest = np.full(len(table.layers), model.layer_ms)
+    # What families a layer will have is not known before; assuming all of them errs on the side of the target.
+    base = model.base_ms(pattern.kind for pattern in table.grid.candidates)
+    fastest = np.full(len(table.layers), base)
     for each in every:
         allowed = [point.ms for point in each.every if point.loss <= limits.get(each.layer, 1.0)]
         fastest[place[each.layer]] += min(allowed, default=np.inf)
@@ -226,7 +251,7 @@ def _for_speedup(
         )
     while True:
         rows = [at for at in range(len(table.layers)) if at not in fixed]
-        left = dense_total / target.speedup - other - len(fixed) * dense_layer - len(rows) * model.layer_ms
+        left = dense_total / target.speedup - other - len(fixed) * dense_layer - len(rows) * base
         choice = Choice((), 0.0, 0.0, 0.0)
         picked = np.zeros((len(table.layers), table.heads), dtype=int)
         if rows:
@@ -257,7 +282,9 @@ def _layer_ms(picked: np.ndarray, table: Table, model: CostModel) -> tuple[np.nd
     """Predicted ms of every layer under its mix [layers], and of a dense layer."""
     ms = np.take_along_axis(table.head_ms(model), picked[:, :, None], 2)[:, :, 0]
     dense = float(np.mean([model.dense_layer_ms(n, table.heads) for n in table.tokens]))
-    mix = model.layer_ms + ms.sum(1)
+    kinds = [pattern.kind for pattern in table.grid.candidates]
+    base = [model.base_ms(kinds[int(number)] for number in row) for row in picked]
+    mix = np.array(base) + ms.sum(1)
     all_dense = (picked == 0).all(1)
     return np.where(all_dense, dense, mix), dense
 

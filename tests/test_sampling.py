@@ -67,7 +67,7 @@ def test_totals_trade_index_time_against_cells() -> None:
 
     points = [point(16, 0.1, 0.9, 1.0), point(16, 0.3, 0.97, 1.0), point(64, 0.1, 0.95, 4.0), point(64, 0.3, 0.99, 4.0)]
     cheap_tiles = CostModel(
-        0, {f: {"fixed": 0, "keys": 0, "tile": 1e-4} for f in CostModel.tiles().heads}, (0, 0), (0, 0)
+        0, {f: {"layer": 0, "fixed": 0, "keys": 0, "tile": 1e-4} for f in CostModel.tiles().heads}, (0, 0), (0, 0)
     )
     found = totals(points, 0.04, cheap_tiles, 2048, 9)
     assert found[0].estimator.rows == 16 and found[0].reached

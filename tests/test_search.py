@@ -117,9 +117,9 @@ def test_cancel_stops_within_a_layer_and_the_run_goes_on_from_there(tmp_path: Pa
     steps = []
     with pytest.raises(Cancelled):
         run(
-            tmp_path, source, prompts, Target(max_missed=0.02), progress=steps.append, cancel=lambda: len(steps) >= 13
+            tmp_path, source, prompts, Target(max_missed=0.02), progress=steps.append, cancel=lambda: len(steps) >= 15
         )  # fmt: skip
-    assert len(steps) == 13 and steps[-1].seconds_left > 0
+    assert len(steps) == 15 and steps[-1].seconds_left > 0
     assert len(source.streamed) == 2  # layer 0 was done, layer 1 was under way
     resumed = PlantedSource(layers=2)
     found = run(tmp_path, resumed, prompts, Target(max_missed=0.02))

@@ -234,3 +234,26 @@ def test_targets_are_checked() -> None:
         Target(max_missed=0.1, weight="logits")
     with pytest.raises(SearchError, match="metric is one of"):
         fronts(Table.of(made_results(), GRID), CostModel.tiles(), Target(max_missed=0.1, metric="median"))
+
+
+def test_a_family_that_costs_its_layer_more_than_it_saves_is_not_used() -> None:
+    results = made_results()
+    table = Table.of(results, GRID)
+    plain = CostModel.tiles()
+    heads = {family: dict(entry) for family, entry in plain.heads.items()}
+    heads["vertical-slash"]["layer"] = 150.0
+    dear = CostModel(0.0, heads, plain.dense, plain.other)
+    target = Target(max_missed=0.06)
+    found = allocate(table, dear, target)
+    kinds = [pattern.kind for pattern in GRID.candidates]
+    for at in range(len(table.layers)):
+        best = np.inf
+        for picked in itertools.product(range(len(GRID)), repeat=table.heads):
+            if all(table.loss()[at, head, number] <= 0.06 for head, number in enumerate(picked)):
+                ms = sum(table.head_ms(dear)[at, head, number] for head, number in enumerate(picked))
+                best = min(best, ms + dear.base_ms(kinds[number] for number in picked))
+        mine = found.picked[at]
+        taken = sum(table.head_ms(dear)[at, head, number] for head, number in enumerate(mine))
+        taken += dear.base_ms(kinds[number] for number in mine)
+        assert best <= taken <= best * 1.02 + 1e-9  # a tie may prefer the simpler pattern
+    assert (allocate(table, plain, target).picked != found.picked).any()
