@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from headscope.engine import patterns
@@ -173,6 +173,7 @@ def differences(first: Grid, second: Grid) -> list[tuple[int, int, Pattern, Patt
     ]
 
 
+@lru_cache(maxsize=8192)
 def pattern_key(pattern: Pattern) -> str:
     """A stable text of a pattern, for cache keys."""
     return json.dumps(pattern.to_dict(), sort_keys=True)

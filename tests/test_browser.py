@@ -34,7 +34,8 @@ SHOTS = Path(__file__).parent / "screenshots"
 CHROMIUM = next(
     (p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome") if os.path.exists(p)), None
 )
-PATIENCE = 240_000
+SAMPLE = "key_value"
+PATIENCE = 600_000
 """Milliseconds to wait for work of the model; CI machines are slow and busy."""
 
 
@@ -170,9 +171,10 @@ def shoot(browser: Any, url: str, name: str) -> None:
 
 
 def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
-    page = open_page(browser, studio.url)
-    page.get_by_role("button", name="Run", exact=True).wait_for()
     shoot(browser, studio.url, "first")
+    # A link names a shorter sample than the first one, so that the test takes less long.
+    page = open_page(browser, f"{studio.url}/?prompt={SAMPLE}")
+    settle(page)
     page.get_by_role("button", name="Run", exact=True).click()
     # A reload in mid-run finds the run under way.
     page.get_by_role("button", name="Cancel").wait_for()
@@ -201,9 +203,9 @@ def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
     settle(page)
     before = metric(page, "misses, mean")
     page.get_by_role("radio", name="block-sparse").or_(page.get_by_role("button", name="block-sparse")).first.click()
-    page.get_by_text(re.compile(r"block-sparse 8 × 64")).first.wait_for()
+    page.get_by_text(re.compile(r"block-sparse 5 × 64")).first.wait_for()
     settle(page)
-    for wanted in ("9", "10"):
+    for wanted in ("6", "7"):
         page.get_by_test_id("stNumberInputStepUp").first.click()
         page.get_by_text(re.compile(rf"block-sparse {wanted} × 64")).first.wait_for()
         settle(page)
@@ -211,7 +213,7 @@ def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
     page.get_by_text("More about this head").wait_for()
     settle(page)
     page.get_by_role("link", name="Tune").click()
-    page.get_by_text(re.compile(r"block-sparse 10 × 64")).first.wait_for()
+    page.get_by_text(re.compile(r"block-sparse 7 × 64")).first.wait_for()
     settle(page)
     shown = {name: metric(page, label) for name, label in
              (("mean", "misses, mean"), ("worst", "worst row"), ("density", "computes, of causal pairs"))}  # fmt: skip
@@ -246,7 +248,7 @@ def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
 
     # The engine alone, from the file and the stored capture: number for number what the page showed.
     config = HeadConfig.load(path)
-    assert config.patterns(23)[2] == BlockSparse(10)
+    assert config.patterns(23)[2] == BlockSparse(7)
     run_id = re.search(r"run=([a-f0-9]{12})", page.url).group(1)
     capture = Capture.load(studio.folder / "captures" / run_id)
     q, k, v = capture.layer(23)
@@ -268,7 +270,7 @@ def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
     studio.start()
     link = overview_link.split("?")[1]
     page = open_page(browser, f"{studio.url}/tune?{link}")
-    page.get_by_text(re.compile(r"block-sparse 10 × 64")).first.wait_for()
+    page.get_by_text(re.compile(r"block-sparse 7 × 64")).first.wait_for()
     settle(page)
     assert metric(page, "misses, mean") == shown["mean"]
     page.get_by_role("link", name="Configs").click()
@@ -276,7 +278,7 @@ def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
     page.context.close()
 
     # Nothing of the prompt is in the server's log, and no figure was above 2 MB (checked in test_charts).
-    text = (ROOT / "sample_prompts" / "code.txt").read_text("utf-8")
+    text = (ROOT / "sample_prompts" / f"{SAMPLE}.txt").read_text("utf-8")
     log = studio.log.read_text("utf-8")
     assert "Traceback" not in log
     assert not any(line.strip() in log for line in text.splitlines() if len(line.strip()) > 20)
