@@ -21,7 +21,7 @@ from headscope.engine.measure import HeadMeasurement
 
 def out() -> Console:
     """Standard output; wide enough for the tables when it is a file or a pipe."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130, highlight=False, soft_wrap=False)
 
 
 def note(text: str) -> None:
@@ -53,13 +53,18 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def heads_table(heads: Sequence[HeadMeasurement], title: str) -> Table:
     """Heads, one a row, with what they miss and what they compute."""
-    table = Table(title=title, title_justify="left", pad_edge=False, box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", pad_edge=False, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("layer", "head"):
-        table.add_column(name, justify="right")
-    table.add_column("pattern", no_wrap=True)
-    for name in ("missed\nmean", "missed\nworst row", "missed\np99", "start / mid / end %", "output\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("density\nasked", "density\ncomputed"):
+    table.add_column("pattern", overflow="fold")
+    for name in (
+        "missed\nmean",
+        "missed\nworst row",
+        "missed\np99",
+        "start/mid/end\n%",
+        "output\nerror",
+        "asked/done\ndensity %",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for head in heads:
         table.add_row(
@@ -69,10 +74,9 @@ def heads_table(heads: Sequence[HeadMeasurement], title: str) -> Table:
             _percent(head.missed_mass_mean),
             f"{_percent(head.missed_mass_worst)} @{head.missed_mass_worst_row}",
             _percent(head.missed_mass_p99),
-            " / ".join(f"{100 * part:.1f}" for part in head.missed_mass_thirds),
+            "/".join(f"{100 * part:.1f}" for part in head.missed_mass_thirds),
             f"{head.output_error:.3f}",
-            _percent(head.requested_density),
-            _percent(head.computed_density),
+            f"{100 * head.requested_density:.1f}/{100 * head.computed_density:.1f}",
         )
     return table
 

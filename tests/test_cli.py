@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headscope.engine import cli, cli_run, inspection, model
+from headscope.engine import cli, cli_output, cli_run, inspection, model
 from headscope.engine.config import HeadConfig
 from headscope.engine.errors import ConfigError
 from headscope.engine.model import LoadedModel
@@ -90,6 +91,32 @@ def test_inspect_writes_json_and_config_and_the_rest_uses_them(
     answer = json.loads(report.read_text())
     assert answer["sparse"]["ttft_ms"] > 0 and answer["dense"]["text"] and answer["next_token_kl"] >= 0
     assert len(answer["in_situ"]) == 30
+
+
+def test_the_table_fits_its_width_in_full(
+    capsys: pytest.CaptureFixture[str], make_tiny: Callable[..., LoadedModel]
+) -> None:
+    """Two-digit layers and wide numbers are not cut."""
+    import torch
+
+    tiny = make_tiny("Llama", num_hidden_layers=12)
+    found = inspection.inspect_prompt(tiny, torch.randint(3, 97, (1, 40)), layers=[10, 11])
+    heads = [
+        replace(
+            head,
+            missed_mass_mean=1.0,
+            missed_mass_worst=1.0,
+            missed_mass_worst_row=100_000,
+            missed_mass_p99=1.0,
+            missed_mass_thirds=(1.0, 1.0, 1.0),
+            output_error=10.0,
+        )
+        for head in found.heads
+    ]
+    cli_output.out().print(cli_output.heads_table(heads, "heads"))
+    out = capsys.readouterr().out
+    assert "…" not in out and "vertical-slash 0.06n/0.12n" in out and "100.0/100.0/100.0" in out
+    assert sum(line.split()[:1] == ["11"] for line in out.splitlines()) == 6
 
 
 @pytest.mark.model
