@@ -130,7 +130,7 @@ def attend(
         scale * LOG2E, q_len, k.shape[2], batch * heads, heads, heads // k.shape[1], blocks, tables.counts.shape[1],
         layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1],
         tables.some.shape[-1], *layout.blocks.shape[1:],
-        int(q_len > BY_BLOCK_ROWS),
+        int(q_len > BY_BLOCK_ROWS), starts[0] if len(set(starts)) == 1 else -1,
         D=dim, STAGES=config.stages, SLOTS=config.slots, RING=config.ring,
         HALF_BLOCKS=half_blocks, OVERLAPS=_may_overlap(layout), num_warps=4,
     )  # fmt: skip
@@ -151,8 +151,18 @@ class _Tables:
 
 
 @triton.jit(do_not_specialize=["window_cap", "column_cap", "row_blocks", "window_steps", "column_steps"])
-def _counts_kernel(windows_ptr, window_count_ptr, columns_ptr, column_count_ptr, counts_ptr, window_cap, column_cap,
-                   row_blocks, window_steps, column_steps):  # type: ignore[no-untyped-def]
+def _counts_kernel(
+    windows_ptr,
+    window_count_ptr,
+    columns_ptr,
+    column_count_ptr,
+    counts_ptr,
+    window_cap,
+    column_cap,
+    row_blocks,
+    window_steps,
+    column_steps,
+):  # type: ignore[no-untyped-def]
     """Per 64 own rows: windows that hold a key `>= 0`, and columns up to the last row. 128 row blocks a program."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * 128 + tl.arange(0, 128)
@@ -176,7 +186,8 @@ def _uneven_kernel(some_ptr, whole_ptr, uneven_ptr, row_blocks, words):  # type:
         place = begin + tl.arange(0, 128)
         inside = place < count
         differ |= tl.load(some_ptr + at + place, mask=inside, other=0) ^ tl.load(
-            whole_ptr + at + place, mask=inside, other=0)
+            whole_ptr + at + place, mask=inside, other=0
+        )
     tl.store(uneven_ptr + head * tl.num_programs(0) + pair, tl.max((differ != 0).to(tl.int32), 0))
 
 
@@ -190,7 +201,9 @@ def _tables(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> _Tables:
         num_warps=4,
     )  # fmt: skip
     some, whole, keys, values = layout.columns, layout.columns, k.flatten(0, 1), v.flatten(0, 1)
-    uneven = torch.zeros(heads, -(-row_blocks // 2), dtype=torch.int32, device=k.device)
+    uneven = counts
+    if _may_overlap(layout):
+        uneven = torch.zeros(heads, -(-row_blocks // 2), dtype=torch.int32, device=k.device)
     if layout.columns.shape[1]:
         plan = Plan(full=layout.windows, edge=layout.bands, counts=counts, cover=make_cover(layout))
         some, whole = keep_bits(layout, plan)

@@ -25,6 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_compat import barrier, tma_load, tma_store, tma_store_wait
 
+# fmt: off
+# Kernels take dozens of arguments: one a line would hide the few lines that compute.
+
 LN2 = gl.constexpr(0.6931471805599453)
 FLOOR = gl.constexpr(-1.0e30)
 """Running maximum of a row that has seen no cell: finite, so that no difference of infinities arises."""

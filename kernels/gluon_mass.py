@@ -30,6 +30,9 @@ from .gluon_attention import check_inputs, descriptor, rows3d
 from .gluon_compat import tma_load
 from .triton_common import LOG2E, device_ints
 
+# fmt: off
+# Kernels take dozens of arguments: one a line would hide the few lines that compute.
+
 KEYS = 128
 _KEYS = gl.constexpr(KEYS)
 _LOG2E = gl.constexpr(LOG2E)

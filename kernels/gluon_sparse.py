@@ -35,6 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .gluon_compat import tma_load
 from .gluon_dense import FLOOR, LN2, place, store_rows
 
+# fmt: off
+# Kernels take dozens of arguments: one a line would hide the few lines that compute.
+
 ROWS = gl.constexpr(128)
 WINDOW = gl.constexpr(128)
 FAR = gl.constexpr(2**30)
@@ -96,6 +99,12 @@ def _run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven
     if OVERLAPS:
         steps = gl.where(careful == later, steps, 0)
     return kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch
+
+
+@gluon.jit
+def _needs_care(bands, windows, uneven, blocked):
+    """Whether some list of this program goes in the second pass; most programs have none."""
+    return blocked | uneven | ((bands > 0) & (windows > 0))
 
 
 @gluon.jit
@@ -172,8 +181,10 @@ def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty,
         mbarrier.wait(handover, 0)
     st = 0
     ph = 1
-    PASSES: gl.constexpr = 2 if OVERLAPS else 1
-    for turn in range(PASSES * (bands + 3)):
+    turns = bands + 3
+    if OVERLAPS:
+        turns = gl.where(_needs_care(bands, windows, uneven, blocked), 2 * turns, turns)
+    for turn in range(turns):
         later = turn >= bands + 3
         run = gl.where(later, turn - bands - 3, turn)
         kind, steps, origin, _lo, _hi, list_ptr, factor, pieces, pitch = _run(
@@ -450,7 +461,7 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
             st, ph = _next(st, ph, STAGES)
     if OVERLAPS:
         # Lists whose cells may belong to another list too: one product at a time, every cell decided exactly.
-        for run in range(bands + 3):
+        for run in range(gl.where(_needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
             kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
                 run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks,
                 blocked, size, WIDTH, OVERLAPS)
@@ -492,12 +503,12 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
 
 @gluon.jit(do_not_specialize=[
     "q_len", "kv_len", "heads", "heads_per_sequence", "group", "row_blocks", "table_blocks", "window_cap", "band_cap",
-    "column_cap", "words", "block_rows", "block_cap", "by_kv",
+    "column_cap", "words", "block_rows", "block_cap", "by_kv", "only_start",
 ])
 def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
                   columns_ptr, counts_ptr, uneven_ptr, some_ptr, whole_ptr, blocks_ptr, block_count_ptr,
                   block_head_ptr, scale, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks,
-                  window_cap, band_cap, column_cap, words, block_rows, block_cap, by_kv,
+                  window_cap, band_cap, column_cap, words, block_rows, block_cap, by_kv, only_start,
                   D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
                   HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     """Grid (heads * row_blocks,). `scale` is the softmax scale times log2(e); heads = B * Hq.
@@ -512,7 +523,9 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
     WIDTH: gl.constexpr = 64 * PAIR
     head, rank = place(gl.program_id(0), heads, group, row_blocks, by_kv)
     kv_head = head // group
-    start = gl.load(starts_ptr + head // heads_per_sequence)
+    start = only_start
+    if only_start < 0:
+        start = gl.load(starts_ptr + head // heads_per_sequence)
     first = kv_len - q_len - start
     block = gl.cdiv(kv_len - start, ROWS) - 1 - rank
     p0 = block * ROWS
