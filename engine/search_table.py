@@ -14,7 +14,7 @@ import numpy as np
 
 from headscope.engine.patterns import Dense, Pattern
 from headscope.engine.search_cost import CostModel
-from headscope.engine.search_front import Choice, Front, Point, least_loss, least_time
+from headscope.engine.search_front import TIE_TIME, Choice, Front, Point, least_loss, least_time
 from headscope.engine.search_grid import Grid, simplicity
 from headscope.engine.search_measure import STATS, PromptResult, SearchError
 
@@ -209,18 +209,19 @@ def _for_limit(every: list[Front], table: Table, model: CostModel, limit: float,
     chosen: list[Point] = []
     for at in range(len(table.layers)):
         row = every[at * table.heads : (at + 1) * table.heads]
-        best: tuple[float, Choice] | None = None
+        options = []
         for allowed in sets:
             some = [
                 Front.of(each.layer, each.head, [p for p in each.every if kinds[p.number] in allowed | {Dense.kind}])
                 for each in row
             ]
             choice = least_time(some, limit, limits)
-            total = choice.ms + model.base_ms(kinds[point.number] for point in choice.points)
-            if best is None or total < best[0] * (1 - 1e-9):
-                best = (total, choice)
-        assert best is not None
-        chosen += best[1].points
+            base = model.base_ms(kinds[point.number] for point in choice.points)
+            options.append((choice.ms + base, sum(point.rank[0] for point in choice.points), choice.loss, choice))
+        fastest = min(option[0] for option in options)
+        # Ties in time go to the simpler patterns, as for single heads.
+        near = [option for option in options if option[0] <= fastest * (1 + TIE_TIME)]
+        chosen += min(near, key=lambda option: option[1:3])[3].points
     return Choice(tuple(chosen), sum(point.ms for point in chosen), sum(point.weighted for point in chosen))
 
 

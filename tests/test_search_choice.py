@@ -255,5 +255,5 @@ def test_a_family_that_costs_its_layer_more_than_it_saves_is_not_used() -> None:
         mine = found.picked[at]
         taken = sum(table.head_ms(dear)[at, head, number] for head, number in enumerate(mine))
         taken += dear.base_ms(kinds[number] for number in mine)
-        assert best <= taken <= best * 1.02 + 1e-9  # a tie may prefer the simpler pattern
+        assert best <= taken <= best * 1.02**2 + 1e-9  # ties of heads and layers prefer the simpler
     assert (allocate(table, plain, target).picked != found.picked).any()
