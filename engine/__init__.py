@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headscope.engine.measure import HeadMeasurement, LayerMeasurement, measure_heads
     from headscope.engine.model import LoadedModel, ModelFacts, fetch, load_model
     from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
+    from headscope.engine.search import search_config
 
 _HOMES = {
     "attention": ("dense_attention", "masked_attention", "sparse_attention"),
@@ -49,6 +50,7 @@ _HOMES = {
     "measure": ("HeadMeasurement", "LayerMeasurement", "measure_heads"),
     "model": ("LoadedModel", "ModelFacts", "fetch", "load_model"),
     "patterns": ("AShape", "BlockSparse", "Dense", "Fixed", "Fraction", "VerticalSlash"),
+    "search": ("search_config",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

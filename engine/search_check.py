@@ -157,14 +157,14 @@ def uniform_lead(
     labels = {pattern.label: pattern for pattern in table.grid.candidates}
     rows = []
     for prompt, own in zip(prompts, checked, strict=True):
-        ends = []
+        ends: list[tuple[float, float]] = []
         for label in dict.fromkeys((chosen.below, chosen.above)):
             single = HeadConfig.uniform(config.model, labels[label], estimator=config.estimator)
             got = check_prompt(source, prompt, single, own.layers, repeats=1, impl=impl, cancel=cancel)
             ends.append((got.computed_density, float(got.mean.mean())))
-        loss = (
-            ends[0][1] if len(ends) == 1 else float(np.interp(own.computed_density, *zip(*sorted(ends), strict=True)))
-        )
+        ends.sort()
+        densities, losses = [end[0] for end in ends], [end[1] for end in ends]
+        loss = float(np.interp(own.computed_density, densities, losses))
         searched = float(own.mean.mean())
         rows.append({"prompt": prompt.name, "searched": searched, "uniform": loss, "lead": loss - searched})
     return files.plain(rows)

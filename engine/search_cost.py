@@ -202,10 +202,10 @@ def _near(ratio: np.ndarray, groups: Sequence[Any]) -> np.ndarray:
     for at, group in enumerate(groups):
         members.setdefault(group, []).append(at)
     kept = np.zeros(len(ratio), dtype=bool)
-    for at in members.values():
-        centre = float(np.median(ratio[at]))
-        off = np.abs(ratio[at] / centre - 1)
-        kept[at] = off <= max(0.1, 2.5 * float(np.median(off)))
+    for places in members.values():
+        centre = float(np.median(ratio[places]))
+        off = np.abs(ratio[places] / centre - 1)
+        kept[places] = off <= max(0.1, 2.5 * float(np.median(off)))
     return kept
 
 
