@@ -84,6 +84,7 @@ __all__ = [
     "load_model",
     "masked_attention",
     "measure_heads",
+    "search_config",
     "sparse_attention",
 ]
 
