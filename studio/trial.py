@@ -53,17 +53,17 @@ def show(made: Comparison) -> None:
     left, right = st.columns(2, gap="large")
     _answer(left, "Dense", made.dense, made.top_dense)
     _answer(right, "Sparse, this draft", made.sparse, made.top_sparse)
-    row = st.container(horizontal=True, gap="medium")
-    row.metric("next-token KL", f"{made.kl:.4f} nats", help="KL(dense || sparse) of the first new token", width=172)
+    row = st.container(horizontal=True, gap="small")
+    row.metric("next-token KL", f"{made.kl:.4f} nats", help="KL(dense || sparse) of the first new token", width=152)
     row.metric(
-        "TTFT, dense", words.milliseconds(made.dense.ttft_ms), help="Prefill and the choice of one token", width=172
+        "TTFT, dense", words.milliseconds(made.dense.ttft_ms), help="Prefill and the choice of one token", width=152
     )
-    row.metric("TTFT, sparse", words.milliseconds(made.sparse.ttft_ms), help="Index time included", width=172)
+    row.metric("TTFT, sparse", words.milliseconds(made.sparse.ttft_ms), help="Index time included", width=152)
     mean = sum(made.in_situ) / max(1, len(made.in_situ))
     alone = sum(made.isolated) / max(1, len(made.isolated))
     row.metric(
         "missed in situ, mean", words.percent(mean), delta=f"isolated {words.percent(alone)}", delta_color="off",
-        delta_arrow="off", width=172,
+        delta_arrow="off", width=152,
     )  # fmt: skip
     widgets.figure(
         charts.by_layer(made.layers, made.isolated, made.in_situ, state.colours()),

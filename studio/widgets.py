@@ -290,21 +290,21 @@ def numbers(detail: HeadDetail, before: HeadDetail | None = None) -> None:
         return None if then is None or abs(now - then) < 5e-6 else f"{(now - then) * 100:+.2f} points"
 
     old = None if before is None else before.measurement
-    row = st.container(horizontal=True, gap="medium")
+    row = st.container(horizontal=True, gap="small")
     row.metric(
-        "misses, mean", words.percent(one.missed_mass_mean), delta_color="inverse", width=172,
+        "misses, mean", words.percent(one.missed_mass_mean), delta_color="inverse", width=152,
         delta=change(one.missed_mass_mean, None if old is None else old.missed_mass_mean),
     )  # fmt: skip
     row.metric(
-        "worst row", words.percent(one.missed_mass_worst), delta_color="inverse", width=172,
+        "worst row", words.percent(one.missed_mass_worst), delta_color="inverse", width=152,
         delta=change(one.missed_mass_worst, None if old is None else old.missed_mass_worst),
     )  # fmt: skip
     row.metric(
-        "computes, of causal pairs", words.percent(one.computed_density), delta_color="inverse", width=172,
+        "computes, of causal pairs", words.percent(one.computed_density), delta_color="inverse", width=152,
         delta=change(one.computed_density, None if old is None else old.computed_density),
     )  # fmt: skip
     row.metric(
-        "this head alone, sparse", words.milliseconds(detail.sparse_ms), delta_color="off", width=172,
+        "this head alone, sparse", words.milliseconds(detail.sparse_ms), delta_color="off", width=152,
         delta=f"dense {words.milliseconds(detail.dense_ms)}", delta_arrow="off",
         help=f"Measured: index {words.milliseconds(detail.index_ms)}, kernel {words.milliseconds(detail.kernel_ms)}, "
         f"{detail.impl}. All heads of a layer run in one launch in production.",
