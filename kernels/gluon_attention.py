@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headscope.kernels.gluon_compat import GL_DTYPE, descriptor
+from headscope.kernels.gluon_compat import GL_DTYPE, OVERLAPPING_VIEWS, descriptor
 from headscope.kernels.gluon_dense import dense_kernel
 from headscope.kernels.gluon_sparse import sparse_kernel
 from headscope.kernels.layout import TILE, Layout
@@ -70,6 +70,8 @@ def serves(q: torch.Tensor) -> str | None:
 
 def serves_layout(layout: Layout) -> str | None:
     """Why this index cannot be served, or None. Looks at shapes and host facts only."""
+    if not OVERLAPPING_VIEWS:
+        return f"the sparse Gluon kernel needs triton 3.6 or 3.7; this is {triton.__version__}"
     if layout.tile != TILE:
         return f"the Gluon kernels serve tile {TILE}, got tile = {layout.tile}"
     if layout.bands.shape[1] > MAX_BANDS:
@@ -99,7 +101,7 @@ def dense(
         descriptor(rows3d(out), 64, dim), out, lse, device_ints(starts, q.device), scale * LOG2E, q_len, k.shape[2],
         batch * heads, heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS),
         BN=config.keys, D=dim, STAGES=config.stages, GROUPS=config.groups, CONSUMER_REGISTERS=config.registers,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -132,7 +134,7 @@ def attend(
         tables.some.shape[-1], *layout.blocks.shape[1:],
         int(q_len > BY_BLOCK_ROWS), starts[0] if len(set(starts)) == 1 else -1,
         D=dim, STAGES=config.stages, SLOTS=config.slots, RING=config.ring,
-        HALF_BLOCKS=half_blocks, OVERLAPS=_may_overlap(layout), num_warps=4,
+        HALF_BLOCKS=half_blocks, OVERLAPS=_may_overlap(layout), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -162,7 +164,7 @@ def _counts_kernel(
     row_blocks,
     window_steps,
     column_steps,
-):  # type: ignore[no-untyped-def]
+):
     """Per 64 own rows: windows that hold a key `>= 0`, and columns up to the last row. 128 row blocks a program."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * 128 + tl.arange(0, 128)
@@ -175,7 +177,7 @@ def _counts_kernel(
 
 
 @triton.jit(do_not_specialize=["row_blocks", "words"])
-def _uneven_kernel(some_ptr, whole_ptr, uneven_ptr, row_blocks, words):  # type: ignore[no-untyped-def]
+def _uneven_kernel(some_ptr, whole_ptr, uneven_ptr, row_blocks, words):
     """Whether some rows of 128 may read a column that others may not; one program a pair of row blocks."""
     pair = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

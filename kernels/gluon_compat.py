@@ -1,7 +1,7 @@
 """One Gluon source for triton 3.6 to 3.9: names that moved between those versions, checked at import.
 
-Gluon is experimental: `thread_barrier` became `barrier` in 3.7, and `tma.async_copy_*` became `tma.async_load`
-and `tma.async_store` in 3.9. A version outside the tested range raises ImportError here, so that `auto` picks
+Gluon is experimental: `thread_barrier` became `barrier` in 3.7, and in 3.9 `tma.async_copy_*` became
+`tma.async_load` and `tma.async_store`. The sparse kernel needs views that 3.8 and 3.9 refuse: `OVERLAPPING_VIEWS`. A version outside the tested range raises ImportError here, so that `auto` picks
 the portable kernels and a named `impl="gluon"` says why it cannot run.
 """
 
@@ -35,6 +35,9 @@ barrier = _first(gl, "barrier", "thread_barrier")
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 tma_store_wait = tma.store_wait
+
+OVERLAPPING_VIEWS = VERSION < (3, 8)
+"""Whether a view may be larger than the piece of shared memory that it starts at; Triton 3.8 forbids it."""
 
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 """Element types that the Hopper kernels serve."""

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import barrier, tma_load, tma_store, tma_store_wait
+from headscope.kernels.gluon_compat import barrier, tma_load, tma_store, tma_store_wait
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.

@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_attention import check_inputs, descriptor, rows3d
-from .gluon_compat import tma_load
-from .triton_common import LOG2E, device_ints
+from headscope.kernels.gluon_attention import check_inputs, descriptor, rows3d
+from headscope.kernels.gluon_compat import tma_load
+from headscope.kernels.triton_common import LOG2E, device_ints
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.
@@ -142,14 +142,14 @@ def _sum(q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len,
 
 
 @gluon.jit(do_not_specialize=[
-    "q_len", "kv_len", "heads_per_sequence", "group", "first_head", "heads", "row_blocks", "row0", "row1", "row_pools",
+    "q_len", "kv_len", "heads_per_sequence", "group", "first_head", "row_blocks", "row0", "row1", "row_pools",
     "key0", "key1", "key_pools",
 ])
 def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, heads_per_sequence, group, first_head,
-                heads, row_blocks, row0, row1, row_pools, key0, key1, key_pools, D: gl.constexpr,
+                row_blocks, row0, row1, row_pools, key0, key1, key_pools, D: gl.constexpr,
                 STAGES: gl.constexpr, GROUPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                 WIDE: gl.constexpr):
-    """Grid (heads * row_blocks,) over heads first_head .. first_head + heads - 1, longest row blocks first.
+    """Grid (heads * row_blocks,) over `heads` heads from first_head on, longest row blocks first.
 
     `part` [heads, row_blocks * GROUPS, key_pools, 2, 4]: partial sums of each 64 rows; `scale` times log2(e).
     """
@@ -260,9 +260,10 @@ def pooled(
         count = min(turn, batch * heads - head)
         mass_kernel[(count * row_blocks,)](
             q_d, k_d, lse, device_ints(starts, q.device), part, scale * LOG2E, q_len, kv_len, heads,
-            heads // k.shape[1], head, count, row_blocks, *rows, shape[0], *cols, shape[1],
+            heads // k.shape[1], head, row_blocks, *rows, shape[0], *cols, shape[1],
             D=dim, STAGES=STAGES[dim], GROUPS=groups, CONSUMER_REGISTERS=REGISTERS[groups],
             WIDE=max((rows[1] - rows[0]) * (shape[0] + 2), (cols[1] - cols[0]) * (shape[1] + 2)) >= 2**31, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(-(-shape[1] // 64), shape[0], count)](
             part, out[head:], *rows, shape[0], *cols, shape[1], row_blocks, GROUPS=groups, WIDTH=64, num_warps=4

@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_compat import tma_load
-from .gluon_dense import FLOOR, LN2, place, store_rows
+from headscope.kernels.gluon_compat import tma_load
+from headscope.kernels.gluon_dense import FLOOR, LN2, place, store_rows
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.

@@ -21,7 +21,9 @@ SHARED_LIMIT = 232_448
 pytest.importorskip("triton.experimental.gluon")
 
 # Bytes that a kernel may spill. The sparse kernels spill what only their second pass reads; NOTES.md says where.
-SPILLS = {"sparse 64": 512, "sparse 128": 1600, "sparse 128 plain": 1024, "sparse 256": 2600}
+SPILLS = {"sparse 64": 512, "sparse 128": 1600, "sparse 128 plain": 128, "sparse 256": 2600}
+# The ptxas of Triton 3.9 keeps a little less of the maps in their 96 registers.
+SPILLS_39 = {"mass 64": 700, "mass 128": 700}
 
 
 def costs_under(folder: Path | None, cache: Path) -> tuple[str, list[dict]]:
@@ -45,12 +47,14 @@ def test_registers_spills_and_shared_memory(end: str, tmp_path: Path) -> None:
         pytest.skip("no second Triton in .venv/triton-3.9")
     version, costs = costs_under(OTHER if end == "3.9" else None, tmp_path)
     assert version.startswith("3.9.") or end == "installed", version
-    assert len(costs) == 11
+    # The sparse kernel is refused on 3.8 and 3.9, see `gluon_compat.OVERLAPPING_VIEWS`.
+    assert len(costs) == (7 if version.startswith(("3.8.", "3.9.")) else 11)
+    spills = SPILLS_39 if version.startswith("3.9.") else SPILLS
     for cost in costs:
         name = cost["kernel"]
         assert cost["registers"] <= 168, f"{name} on triton {version}: {cost}"
         assert cost["shared"] <= SHARED_LIMIT, f"{name} on triton {version}: {cost}"
-        assert cost["spills"] <= SPILLS.get(name, 0), f"{name} on triton {version}: {cost}"
+        assert cost["spills"] <= spills.get(name, 0), f"{name} on triton {version}: {cost}"
         assert not cost["warnings"], f"{name} on triton {version}: ptxas serialises products: {cost['warnings']}"
 
 
