@@ -46,14 +46,14 @@ class Settings:
 
 
 def dense_settings(width: int, element_size: int, capability: int) -> Settings:
-    """Measured on an H200 for sm_90; chosen to fit shared memory without spills elsewhere."""
+    """Measured on an H200 for sm_90. Before it tensor maps become pointers: eight warps spill less."""
     if element_size == 4:
         return Settings(64, 32, 4, 1)
     if capability >= 90:
         return {256: Settings(128, 64, 8, 2), 128: Settings(128, 64, 8, 3)}.get(width, Settings(128, 64, 8, 3))
     if width == 256:
-        return Settings(64, 32, 4, 1)
-    return Settings(64, 64, 4, 2)
+        return Settings(64, 32, 8, 1)
+    return Settings(64, 64, 8, 2)
 
 
 def sparse_settings(width: int, element_size: int, capability: int) -> Settings:
@@ -63,8 +63,8 @@ def sparse_settings(width: int, element_size: int, capability: int) -> Settings:
     if capability >= 90:
         return Settings(64, 64, 4, 2)
     if width == 256:
-        return Settings(64, 64, 4, 1)
-    return Settings(64, 64, 4, 2)
+        return Settings(64, 64, 8, 1)
+    return Settings(64, 64, 8, 2)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def _attend_kernel(
                     lo = tl.load(entry + 1)
                     hi = tl.load(entry + 2)
                     check = tl.load(entry + 3)
-            if BLOCKS:
+            if BLOCKS:  # noqa: SIM102
                 if unit >= box_units:
                     key = b_inner * b_units + unit - box_units
                     at = tl.load(blocks_ptr + key // b_units) * b_size + (key % b_units) * 64
@@ -274,7 +274,7 @@ def _attend_kernel(
                 columns = at + lane
                 distance = rows[:, None] - columns[None, :]
                 keep = (distance >= lo) & (distance <= hi) & (columns >= 0)[None, :]
-                if OVERLAPS:
+                if OVERLAPS:  # noqa: SIM102
                     if check > 0:
                         keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, check, TILE) == 0)
                 k = k_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])

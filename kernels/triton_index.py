@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -35,7 +36,7 @@ def _runs_kernel(
     flag_ptr, length_ptr, row_ptr, bands_ptr, band_count_ptr, windows_ptr, window_count_ptr,
     flag_size, bands_cap, windows_cap, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Chosen distances of one head as ascending bands (program 0) and, by the rule `tiles/1`, as windows (program 1)."""
+    """Chosen distances of one head as ascending bands (program 0) and, by `tiles/1`, as windows (program 1)."""
     line = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + line)
     row = tl.load(row_ptr + line).to(tl.int64)
@@ -142,7 +143,7 @@ def build(
         min(max(plan.vertical, plan.sink), length) if plan.online_slash else len(plan.columns)
         for plan, length in zip(plans, lengths, strict=True)
     )
-    shared = {
+    shared: dict[str, Any] = {
         "tile": tile, "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "starts": starts,
         "columns": table.columns, "column_count": device_ints(columns, q.device), "blocks": blocks,
         "block_count": block_count, "block_slot": slots, "block_size": tuple(plan.block_size for plan in plans),
@@ -199,7 +200,6 @@ def _choose_lines(
     device, query_heads, q_len, kv_len = q.device, q.shape[1], q.shape[2], k.shape[2]
     heads = device_ints(tuple(online), device)
     own = tuple(lengths[n] for n in online)
-    length = device_ints(own, device)
     rows = _sampled_rows(starts, q_len, kv_len, estimator, device)
     weight, column_score = triton_scores.weights(
         q, k, heads, rows, device_ints(starts, device), scale,

@@ -56,7 +56,7 @@ def _inside(
     newest = tl.max(rows, 0)
     chosen = tl.load(cover_ptr + 64 + columns, mask=(columns >= 0) & (columns <= newest), other=0).to(tl.int32) & 4
     found |= chosen[None, :]
-    if BLOCKS:
+    if BLOCKS:  # noqa: SIM102
         if slot >= 0:
             line = slot.to(tl.int64) * block_rows + tl.minimum(rows // size, block_rows - 1)
             count = tl.load(block_count_ptr + line)
@@ -148,7 +148,7 @@ def _diagonals_kernel(
     q_d, k_d, lse_ptr, out_ptr, starts_ptr, q_len, kv_len, heads, group, scale, first_head, boxes,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Box number b (offset 64 + 128 b): its cells summed over all row blocks. out [heads of this turn, boxes, 64, 128]."""
+    """Box b (offset 64 + 128 b): its cells summed over all row blocks. out [heads of this turn, boxes, 64, 128]."""
     box = tl.program_id(0)
     head = first_head + tl.program_id(1)
     sequence = head // heads
@@ -191,7 +191,7 @@ def pooled(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, starts: tuple[int, ...],
     rows: tuple[int, int], cols: tuple[int, int], shape: tuple[int, int], layout: Layout | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """float32 [B, Hq, shape]: probability per tile of own rows x own columns, cut into `shape` pools; see `torch_mass`."""
+    """float32 [B, Hq, shape]: probability per tile of own rows x columns, cut into `shape` pools; see `torch_mass`."""
     check_inputs(q, k, None, scale)
     return _pool(packed(q), packed(k), lse, scale, starts, rows, cols, shape, layout)
 

@@ -73,8 +73,8 @@ def _join(top_ptr, total_ptr, line, row, LOGIT: tl.constexpr, SPLITS: tl.constex
 
 @triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "row_chunks", "tiles", "per_program"))
 def _weights_kernel(
-    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, weight_ptr, column_ptr, q_len, kv_len, heads, group,
-    rows_cap, row_chunks, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr,
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, weight_ptr, column_ptr, q_len, kv_len, heads,
+    group, rows_cap, row_chunks, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr,
     LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +243,8 @@ def weights(
 
 
 def distances(
-    weight: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, query_heads: int, how: str, chosen: torch.Tensor | None,
+    weight: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, query_heads: int, how: str,
+    chosen: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """float32 [lines, span]: the statistic per distance; `chosen` uint8 [lines, T] columns are left out."""
     lines, tiles, padded, _ = weight.shape

@@ -86,7 +86,7 @@ def _write_kernel(
     if LIST:
         at = before + tl.cumsum(counted, 0) - counted
         tl.store(out_ptr + row * out_cap + at, place, mask=taken & (at < out_cap))
-    if COUNT:
+    if COUNT:  # noqa: SIM102
         if chunk == chunks - 1:
             tl.store(count_ptr + row, before + tl.sum(counted, 0))
     if FLAGS:

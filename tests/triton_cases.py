@@ -51,7 +51,8 @@ def random_case(
 
     q, k, v = draw(kv_heads * group, q_len), draw(kv_heads, kv_len), draw(kv_heads, kv_len)
     layout = random_layout(rng, kv_heads * group, q_len, kv_len, starts, tile, kinds, device)
-    name = f"{seed}: B{batch} H{kv_heads * group}/{kv_heads} S{q_len} T{kv_len} {starts} D{head_dim} {dtype} W{tile} {kinds}"
+    sizes = f"S{q_len} T{kv_len} {starts} D{head_dim} {dtype} W{tile}"
+    name = f"{seed}: B{batch} H{kv_heads * group}/{kv_heads} {sizes} {kinds}"
     return Case(name, q, k, v, layout, rng.choice((1.0, 0.5, 2.0)) * head_dim**-0.5)
 
 

@@ -1,0 +1,71 @@
+"""Every Triton kernel compiled ahead of time, without a GPU: registers, spills and shared memory, per architecture.
+
+Both ends of the supported range of triton: the installed one, and 3.9 from `.venv/triton-3.9` where `make` put it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NEWEST = ROOT / ".venv" / "triton-3.9"
+SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+"""Bytes of shared memory that one block may have."""
+
+
+def _stack_allowed(row: dict) -> int:
+    """Bytes of spills a thread. The masked tiles of the layout kernel spill, not its main loops on sm_90."""
+    layout, wide = row["name"].startswith("attend"), row["name"].endswith("d256")
+    if row["sm"] >= 90:
+        return (512 if wide else 64) if layout else 16
+    return (4096 if wide else 640) if layout else 640
+
+
+def _compile(capability: int, site: Path | None = None) -> list[dict]:
+    path = os.pathsep.join(str(p) for p in (site, ROOT) if p is not None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_ahead", str(capability)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "0"}, capture_output=True, text=True,
+        timeout=1200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _check(rows: list[dict]) -> None:
+    assert len(rows) == 17
+    for row in rows:
+        assert row["registers"] <= 255, row
+        assert row["shared"] <= SHARED[row["sm"]], row
+        assert row["stack"] <= _stack_allowed(row), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_compiles(capability: int) -> None:
+    _check(_compile(capability))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="triton 3.9 is not in .venv/triton-3.9")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_with_newest_triton(capability: int) -> None:
+    rows = _compile(capability, NEWEST)
+    assert all(row["triton"].startswith("3.9") for row in rows)
+    _check(rows)
+
+
+def test_main_loops_leave_room_for_two_blocks() -> None:
+    """The layout kernel of head size 128 fits twice on an sm_90 multiprocessor, as when it was timed."""
+    from headscope.kernels.triton_attention import sparse_settings
+
+    use = sparse_settings(128, 2, 90)
+    tile = 64 * 128 * 2
+    stages_of_k_and_v = 2 * use.stages * tile
+    assert 2 * (tile + stages_of_k_and_v + 4096) <= 228 * 1024

@@ -1,0 +1,103 @@
+"""The Triton kernels on a GPU: random cases against float64, repeats, the index against torch, sampled long rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headscope.engine.bench_cases import SHAPES, clustered_layout, random_qkv
+from headscope.engine.estimator import Estimator
+from headscope.kernels import membership, reference, torch_index, torch_mass
+from headscope.kernels.layout import HeadPlan, Layout
+from tests import triton_cases
+
+pytestmark = pytest.mark.gpu
+ROUNDING = {torch.bfloat16: 4e-4, torch.float16: 5e-5}
+OPTIONS = {
+    "dtypes": (torch.bfloat16, torch.float16), "head_dims": (64, 80, 96, 128, 256), "groups": (1, 3, 4, 8),
+    "lengths": (1, 2, 63, 64, 65, 111, 127, 128, 333, 1000, 1111, 2048, 4095),
+}  # fmt: skip
+
+
+def _poison() -> None:
+    """Fills free memory with NaN, so that what a kernel forgets to write shows."""
+    torch.full((2**26,), torch.nan, device="cuda")
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_attention(seed: int) -> None:
+    from headscope.kernels import triton_attention
+
+    case = triton_cases.random_case(10000 + seed, device="cuda", **OPTIONS)
+    q, starts = case.q, case.layout.starts
+    causal = reference.causal(q.shape[2], case.k.shape[2], starts, q.device)
+    for layout in (case.layout, None):
+        _poison()
+        results = [_run(triton_attention, case, layout) for _ in range(2)]
+        out, lse = results[0]
+        assert torch.equal(out, results[1][0]) and torch.equal(lse, results[1][1]), case.name
+        mask = causal if layout is None else membership.mask(layout)
+        expected, expected_lse = reference.masked(q, case.k, case.v, mask, case.scale)
+        allowed = 2 * triton_cases.plain_error(case, mask, expected) + ROUNDING[q.dtype]
+        assert triton_cases.error_of(out, expected) <= allowed, case.name
+        assert triton_cases.lse_error(lse, expected_lse) <= 2e-5, case.name
+
+
+def _run(module, case: triton_cases.Case, layout: Layout | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if layout is None:
+        return module.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
+    return module.attend(case.q, case.k, case.v, layout, case.scale)
+
+
+@pytest.mark.parametrize("length", [1000, 4095])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        HeadPlan(vertical=100, sink=4, slash=300, local=20),
+        HeadPlan(vertical=50, sink=2, windows=5, local=1),
+        HeadPlan(top_blocks=6, block_size=64),
+    ],
+)
+def test_index_and_sums(length: int, head_dim: int, plan: HeadPlan) -> None:
+    from headscope.kernels import triton_index, triton_mass
+
+    generator = torch.Generator(device="cuda").manual_seed(length + head_dim)
+    q, k = (torch.randn(1, h, length, head_dim, generator=generator, device="cuda").bfloat16() for h in (6, 2))
+    arguments = (q, k, [plan] * 6, (0,), head_dim**-0.5, Estimator(), 128)
+    ours, theirs = triton_index.build(*arguments)[1], torch_index.build(*arguments)[1]
+    assert torch.equal(membership.mask(ours), membership.mask(theirs))
+    lse = reference.dense(q, k, k, head_dim**-0.5, (0,))[1].float()
+    mass = (q, k, lse, head_dim**-0.5, (0,))
+    for found, expected in zip(triton_mass.sums(*mass), torch_mass.sums(*mass), strict=True):
+        assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+    crop = ((3, length), (0, length - 5), (37, 61))
+    for layout in (None, ours):
+        found, expected = triton_mass.pooled(*mass, *crop, layout), torch_mass.pooled(*mass, *crop, layout)
+        assert torch.allclose(found, expected, atol=1e-3, rtol=1e-4)
+    assert torch.equal(triton_mass.coverage(ours, *crop), torch_mass.coverage(ours, *crop))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [32768, 131072, 524288])
+def test_sampled_long_rows(length: int) -> None:
+    """Rows of three heads at length, over a clustered vertical-slash index and over everything."""
+    from headscope.kernels import triton_attention
+
+    shape = SHAPES["llama3-8b"]
+    q, k, v = random_qkv(shape, 1, length, torch.bfloat16, torch.device("cuda"))
+    layout = clustered_layout(shape, 1, length, 1000, 6096, q.device)
+    rows = torch.tensor([0, 63, 64, 1000, length // 3, length - 65, length - 1], device="cuda")
+    columns = torch.arange(length, device="cuda")
+    table = membership.tables(layout)
+    for sparse in (True, False):
+        call = triton_attention.attend if sparse else triton_attention.dense
+        out, lse = call(q, k, v, layout, 128**-0.5) if sparse else call(q, k, v, 128**-0.5, (0,))
+        for head in (0, 13, 31):
+            mask = columns[None, :] <= rows[:, None]
+            if sparse:
+                mask = membership.cells(layout, table, slice(head, head + 1), rows, columns)[0]
+            one = (q[:, head : head + 1, rows], k[:, head // 4 : head // 4 + 1], v[:, head // 4 : head // 4 + 1])
+            expected, expected_lse = reference.masked(*one, mask[None, None], 128**-0.5)
+            assert triton_cases.error_of(out[:, head : head + 1, rows], expected) <= 3e-3
+            assert triton_cases.lse_error(lse[:, head : head + 1, rows], expected_lse) <= 2e-5

@@ -1,0 +1,122 @@
+"""Compiles the Triton kernels ahead of time, without a GPU, and prints what each takes: one JSON object a line.
+
+Run as a program, so that another triton can be put first on the path: `python -m tests.triton_ahead 80 90`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from headscope.kernels import triton_attention, triton_index, triton_mass, triton_plan, triton_scores, triton_select
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def measure(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int,
+            warps: int = 4, stages: int = 3) -> dict[str, Any]:  # fmt: skip
+    """Registers a thread, bytes of stack (spills), and shared memory of one compiled kernel."""
+    parameters = [parameter.name for parameter in kernel.params]
+    signature = {p: "constexpr" if p in constants else types.get(p, _default(p)) for p in parameters}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(parameters) if signature[p].startswith("*")}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    assert found, usage.stdout
+    return {
+        "name": name, "sm": capability, "triton": triton.__version__, "registers": int(found[1]),
+        "stack": int(found[2]), "shared": made.metadata.shared,
+    }  # fmt: skip
+
+
+def _default(name: str) -> str:
+    if name == "scale":
+        return "fp32"
+    return "*i32" if name.endswith("_ptr") else "i32"
+
+
+def _tile(element: str, rows: int, width: int) -> str:
+    return f"tensordesc<{element}[1, {rows}, {width}]>"
+
+
+def attention(capability: int, element: str, head_dim: int) -> list[dict[str, Any]]:
+    """Dense, and the layout kernel with every kind of list at once."""
+    width = max(16, triton.next_power_of_2(head_dim))
+    use = triton_attention.dense_settings(width, 2, capability)
+    halves = {"o_ptr": f"*{element}", "lse_ptr": "*fp32", "k_ptr": f"*{element}", "v_ptr": f"*{element}"}
+    types = halves | {
+        "q_d": _tile(element, use.rows, width), "k_d": _tile(element, use.columns, width),
+        "v_d": _tile(element, use.columns, width),
+    }  # fmt: skip
+    shared = {"GROUP": 4, "D": head_dim, "WIDTH": width, "BY_BLOCK": False, "PRECISION": "tf32"}
+    constants = shared | {"ROWS": use.rows, "COLUMNS": use.columns, "STAGES": use.stages}
+    dense = measure(
+        f"dense d{head_dim}", triton_attention._dense_kernel, types, constants, capability, use.warps, use.stages
+    )
+    use = triton_attention.sparse_settings(width, 2, capability)
+    types = halves | {name: _tile(element, 64, width) for name in ("q_d", "k_d", "v_d", "kc_d", "vc_d")}
+    types["cover_ptr"] = "*u8"
+    constants = shared | {
+        "TILE": 128, "COLUMNS": use.columns, "BOXES": True, "LINES": True, "BITS": True, "BLOCKS": True,
+        "ODD_BLOCKS": False, "OVERLAPS": True, "STAGES": use.stages,
+    }  # fmt: skip
+    sparse = measure(
+        f"attend d{head_dim}", triton_attention._attend_kernel, types, constants, capability, use.warps, use.stages
+    )
+    return [dense, sparse]
+
+
+def others(capability: int) -> list[dict[str, Any]]:
+    """The index and measurement kernels, for bf16 heads of 128."""
+    tile = {"q_d": _tile("bf16", 64, 128), "k_d": _tile("bf16", 128, 128), "q_ptr": "*bf16"}
+    floats = dict.fromkeys(
+        ("lse_ptr", "out_ptr", "top_ptr", "total_ptr", "weight_ptr", "column_ptr", "in_ptr"), "*fp32"
+    )
+    bytes_ = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
+    types = tile | floats | bytes_
+    wide = {"D": 128, "WIDTH": 128, "PRECISION": "tf32"}
+    lines = types | {"bands_ptr": "*i32", "windows_ptr": "*i32"}
+    score = types | {"in_ptr": "*fp32", "cut_ptr": "*fp32", "out_ptr": "*i32"}
+    jobs: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
+        ("norms", triton_scores._norm_kernel, types, wide | {"LOGIT": False}),
+        ("weights", triton_scores._weights_kernel, types,
+         wide | {"LOGIT": False, "BY_MAX": False, "SINGLE": True, "SPLITS": 32}),
+        ("distances", triton_scores._distances_kernel, types,
+         {"MEAN": True, "SHRUNK": True, "REMOVED": True, "BLOCK": 256}),
+        ("runs", triton_index._runs_kernel, lines, {"CHUNK": 4096}),
+        ("write", triton_select._write_kernel, score,
+         {"MODE": 0, "LIST": True, "COUNT": True, "FLAGS": True, "CHUNK": triton_select.CHUNK}),
+        ("boxes", triton_plan._boxes_kernel, {}, {"TILE": 128}),
+        ("cover", triton_plan._cover_kernel, bytes_, {"TILE": 128, "BLOCK": 1024}),
+        ("map", triton_mass._rows_kernel, types,
+         {"WIDTH": 128, "TILE": 128, "LAYOUT": False, "BLOCKS": False, "COUNT": False, "PRECISION": "tf32"}),
+        ("diagonals", triton_mass._diagonals_kernel, types, {"WIDTH": 128, "PRECISION": "tf32"}),
+    ]  # fmt: skip
+    return [measure(name, kernel, kinds, constants, capability) for name, kernel, kinds, constants in jobs]
+
+
+def main(capabilities: list[int]) -> None:
+    for capability in capabilities:
+        rows = others(capability)
+        for element, head_dim in (("bf16", 64), ("bf16", 128), ("fp16", 96), ("bf16", 256)):
+            rows += attention(capability, element, head_dim)
+        for row in rows:
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main([int(argument) for argument in sys.argv[1:]])
