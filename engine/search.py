@@ -27,11 +27,13 @@ from headscope.engine.search_grid import Grid, default_grid
 from headscope.engine.search_measure import (
     Cancel,
     Progress,
+    PromptResult,
     SearchError,
     SearchPrompt,
     Settings,
     Source,
     measure_prompts,
+    read_result,
     read_results,
 )
 from headscope.engine.search_ranks import Ranks
@@ -106,7 +108,7 @@ def measure(
     facts: dict[str, Any],
     progress: Progress | None = None,
     cancel: Cancel | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[PromptResult, ...]:
     """Measures what is missing, shared out over the processes of `torchrun`; returns all results, sorted by hash."""
     _check_prompts(prompts)
     ranks = Ranks.here()
@@ -120,7 +122,7 @@ def measure(
 
 
 def choose(
-    results: Sequence[Any],
+    results: Sequence[PromptResult],
     settings: Settings,
     target: Target,
     folder: Path,
@@ -157,7 +159,7 @@ def manifest(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
         {
             "format": FORMAT,
             "fingerprint": facts.get("fingerprint"),
-            "model": facts.get("name"),
+            "facts": facts,
             "tiles": TILES_VERSION,
             "layers": list(settings.layers),
             "estimator": settings.estimator.to_dict(),
@@ -166,12 +168,30 @@ def manifest(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def read_run(folder: str | os.PathLike[str]) -> tuple[tuple[PromptResult, ...], Settings, dict[str, Any]]:
+    """All results of a run folder, its settings and the model's facts. SearchError if it is none or has no results."""
+    home = Path(folder)
+    found = files.read_json(home / "search.json", SearchError)
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("facts"), dict):
+        raise SearchError(f"{home} is no run folder of a search: its search.json says otherwise.")
+    try:
+        grid = Grid.from_list(found["candidates"], str(home))
+        settings = Settings(tuple(found["layers"]), grid, Estimator.from_dict(found["estimator"]))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise SearchError(f"{home / 'search.json'} is damaged: {problem}.") from problem
+    paths = sorted((home / "results").glob("*.json"))
+    if not paths:
+        raise SearchError(f"{home} holds no finished prompt yet: run the search to its end first.")
+    return tuple(read_result(path, settings) for path in paths), settings, found["facts"]
+
+
 def _check_manifest(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
     path = folder / "search.json"
     wanted = manifest(settings, facts)
     if path.exists():
         found = files.read_json(path, SearchError)
-        different = [name for name in wanted if not isinstance(found, dict) or found.get(name) != wanted[name]]
+        compared = [name for name in wanted if name != "facts"]  # the fingerprint stands for them
+        different = [name for name in compared if not isinstance(found, dict) or found.get(name) != wanted[name]]
         if different:
             raise SearchError(
                 f"The run folder {folder} belongs to another search (its {', '.join(different)} differ): choose "

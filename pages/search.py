@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ def main() -> None:
     rows = held.store.searches()
     with st.expander("Start a search", expanded=not rows, icon=":material/travel_explore:"):
         start(held, seen)
+    with st.expander("Take in a run of the command line", icon=":material/folder_open:"):
+        bring(held, seen)
     found = choose(held, seen, rows)
     if found is None:
         return
@@ -113,6 +116,18 @@ def start(held: Lab, seen: View) -> None:
                 seen.session, "search", f"Searching {seen.model}",
                 lambda context: search_view.run_search(held, context, asked, target),
             )  # fmt: skip
+        except HeadscopeError as error:
+            seen.notice = str(error)
+        st.rerun()
+
+
+def bring(held: Lab, seen: View) -> None:
+    """A run folder of `headscope search` becomes rows of the store."""
+    named = st.text_input("Run folder", key="search-folder", placeholder="such as config.json.run")
+    if st.button("Take it in", key="search-bring", icon=":material/download_done:"):
+        try:
+            seen.extra["search"] = search_view.take_in(held, Path(named.strip()).expanduser(), Target(max_missed=0.02))
+            seen.good_news = "The run's measurements are stored, and its winner at 2 % is a version."
         except HeadscopeError as error:
             seen.notice = str(error)
         st.rerun()

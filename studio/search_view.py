@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from headscope.engine.config import HeadConfig
 from headscope.engine.errors import ConfigError, HeadscopeError
 from headscope.engine.estimator import Estimator
 from headscope.engine.inspection import hardware, versions
-from headscope.engine.search import choose, measure, summary, to_config
+from headscope.engine.search import choose, measure, read_run, summary, to_config
 from headscope.engine.search_check import Checked, check_prompt
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_front import Front
 from headscope.engine.search_grid import FORMAT as GRID_FORMAT
 from headscope.engine.search_grid import Grid
-from headscope.engine.search_measure import STATS, SearchError, SearchPrompt, Settings, Step
+from headscope.engine.search_measure import STATS, PromptResult, SearchError, SearchPrompt, Settings, Step
 from headscope.engine.search_source import ModelSource, encode_prompts
 from headscope.engine.search_table import Allocation, Table, Target, allocate, fronts
 from headscope.studio import prompts as texts
@@ -119,25 +120,52 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
         context.step(step.done, step.total, f"{step.words}, about {_span(step.seconds_left)} left")
 
     facts = loaded.facts.to_dict()
-    results = measure(source, prompts, settings, folder, facts=facts, progress=told, cancel=lambda: context.cancelled)
+    results = measure(
+        source, prompts, settings, folder, facts=facts, progress=told, cancel=lambda: context.cancelled
+    )  # fmt: skip
     context.step(1, 1, "Choosing")
-    place = hardware(loaded.device)
-    cost = search_cost.fit(results, plan.grid, {"hardware": place, "versions": versions()})
-    result = choose(results, settings, target, folder, facts, cost, place)
-    held.store.add_model(loaded.fingerprint, plan.model, facts)
+    asked = {"samples": list(plan.samples), "tokens": plan.tokens, "chat": plan.chat}
+    return _keep(held, plan.model, asked, results, settings, facts, target, folder, hardware(loaded.device))
+
+
+def take_in(held: Lab, folder: Path, target: Target) -> str:
+    """A run folder that `headscope search` wrote, as a stored search; its id. No model is needed."""
+    results, settings, facts = read_run(folder)
+    known = folder / "cost-model.json"
+    cost = CostModel.load(known) if known.exists() else None
+    asked = {"samples": [], "tokens": None, "chat": False, "folder": folder.name}
+    return _keep(held, str(facts.get("name")), asked, results, settings, facts, target, folder, "", cost)
+
+
+def _keep(
+    held: Lab,
+    model: str,
+    asked: dict[str, Any],
+    results: Sequence[PromptResult],
+    settings: Settings,
+    facts: dict[str, Any],
+    target: Target,
+    folder: Path,
+    place: str,
+    cost: CostModel | None = None,
+) -> str:
+    """Chooses at the target and stores rows, winner and search; the search's id."""
+    known = cost or search_cost.fit(results, settings.grid, {"hardware": place, "versions": versions()})
+    result = choose(results, settings, target, folder, facts, known, place)
+    held.store.add_model(str(facts["fingerprint"]), model, facts)
     stored = save_winner(held, result.config, f"search {now():%Y-%m-%d %H:%M}")
     kept = {
-        "plan": {"samples": list(plan.samples), "tokens": plan.tokens, "chat": plan.chat},
+        "plan": asked,
         "facts": facts,
         "layers": list(settings.layers),
-        "candidates": plan.grid.to_list(),
-        "estimator": held.estimator.to_dict(),
+        "candidates": settings.grid.to_list(),
+        "estimator": settings.estimator.to_dict(),
         "prompts": [dict(prompt) for prompt in result.table.prompts],
         "dense_ms": result.table.dense_ms.tolist(),
-        "cost": cost.to_dict(),
+        "cost": known.to_dict(),
         "target": target.to_dict(),
     }
-    return held.store.add_search(plan.model, stored.id, files.plain(kept), result.summary, rows_of(result.table))
+    return held.store.add_search(model, stored.id, files.plain(kept), result.summary, rows_of(result.table))
 
 
 def save_winner(held: Lab, config: HeadConfig, name: str) -> ConfigRow:
@@ -210,6 +238,10 @@ def load_search(held: Lab, row: dict[str, Any]) -> Found:
 
 def check_for_real(held: Lab, context: Context, found: Found, config: HeadConfig) -> dict[str, Any]:
     """A job: the choice measured on its first calibration prompt, beside what was predicted for that prompt."""
+    if not found.plan["samples"]:
+        raise HeadscopeError(
+            "This search came from a run folder, which keeps no texts: check it by `headscope search`."
+        )
     plan = Plan(
         found.model, tuple(found.plan["samples"]), found.plan["tokens"], found.settings.grid, found.plan["chat"]
     )

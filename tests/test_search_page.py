@@ -163,6 +163,22 @@ def test_a_stored_search_is_the_measured_one(held: Lab) -> None:
     assert np.isfinite(found.table.stats["mean"]).all()
 
 
+def test_a_run_folder_of_the_command_line_is_taken_in_once_it_is_whole(held: Lab, tmp_path: Path) -> None:
+    first = searched(held)
+    folder = next((tmp_path / "searches").iterdir())
+    seen = View(SESSION)
+    test = page(seen)
+    test.text_input(key="search-folder").set_value(str(folder)).run()
+    press(test, "search-bring")
+    assert "winner at 2 % is a version" in shown(test)
+    taken = held.store.searches()[0]
+    assert taken["id"] != first
+    assert held.store.search_rows(taken["id"]).equals(held.store.search_rows(first))
+    test.text_input(key="search-folder").set_value(str(tmp_path / "nothing")).run()
+    press(test, "search-bring")
+    assert "There is no file" in shown(test)
+
+
 def test_a_cancelled_search_goes_on_where_it_was(held: Lab) -> None:
     plan = Plan("smollm2", ("code", "prose"), 200, search_view.parse_grid(GRID))
     steps = []
