@@ -1,8 +1,9 @@
 """One Gluon source for triton 3.6 to 3.9: names that moved between those versions, checked at import.
 
 Gluon is experimental: `thread_barrier` became `barrier` in 3.7, and in 3.9 `tma.async_copy_*` became
-`tma.async_load` and `tma.async_store`. The sparse kernel needs views that 3.8 and 3.9 refuse: `OVERLAPPING_VIEWS`. A version outside the tested range raises ImportError here, so that `auto` picks
-the portable kernels and a named `impl="gluon"` says why it cannot run.
+`tma.async_load` and `tma.async_store`. The sparse kernel needs views that 3.8 and 3.9 refuse: `OVERLAPPING_VIEWS`.
+A version outside the tested range raises ImportError here, so that `auto` picks the portable kernels and a named
+`impl="gluon"` says why it cannot run.
 """
 
 from __future__ import annotations
