@@ -32,7 +32,7 @@ def main() -> None:
     draft = state.draft_of(held, seen.session, run.facts)
     state.land(held, seen, run, draft)
     widgets.strip(run, draft)
-    left, right = st.columns([4, 9], gap="large")
+    left, right = st.columns([9, 16], gap="large")
     with left, st.container(key="controls"):
         controls(held, seen, run, draft)
     with right:
