@@ -45,9 +45,7 @@ def main() -> None:
     allocation, target = slider(seen, found)
     if allocation is None or target is None:
         return
-    outcome(seen, found, allocation, target)
-    act(held, seen, found, allocation, target)
-    why(found, allocation, target)
+    outcome(held, seen, found, allocation, target)
 
 
 def take(held: Lab, seen: View) -> None:
@@ -193,8 +191,8 @@ def slider(seen: View, found: Found) -> tuple[Allocation | None, Target | None]:
         return None, None
 
 
-def outcome(seen: View, found: Found, allocation: Allocation, target: Target) -> None:
-    """What the choice is predicted to take and to lose."""
+def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
+    """What the choice is predicted to take and to lose, and what can be done with it."""
     said = allocation.prediction
     figures = search_view.figures(found, allocation, target)
     first, second, third, fourth = st.columns(4)
@@ -233,6 +231,8 @@ def outcome(seen: View, found: Found, allocation: Allocation, target: Target) ->
             search_charts.curve(rows, (said.loss_mean, said.attention_ms), state.colours()), "search-curve",
             search_charts.describe_curve(rows), lambda: pl.DataFrame(rows),
         )  # fmt: skip
+        act(held, seen, found, allocation, target)
+        why(found, allocation, target)
     with right:
         grid = found.settings.grid
         losses = np.take_along_axis(found.table.loss(), allocation.picked[:, :, None], 2)[:, :, 0]

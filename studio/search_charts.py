@@ -40,7 +40,7 @@ def curve(rows: Sequence[dict[str, float]], now: tuple[float, float] | None, the
         title="missed mass, mean over heads on their worst prompt", tickformat=".1%", rangemode="tozero"
     )
     figure.update_yaxes(title="attention of one prefill (ms)", rangemode="tozero", showgrid=True, gridcolor=theme.grid)
-    figure.update_layout(legend={"y": -0.3})
+    figure.update_layout(legend={"y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"})
     return figure
 
 
@@ -76,7 +76,7 @@ def head_front(told: Explanation, every: Sequence[Any], limit: float | None, the
     figure.update_xaxes(title="predicted time of this head (ms)", rangemode="tozero")
     figure.update_yaxes(title="missed mass, worst prompt", tickformat=".0%", rangemode="tozero", showgrid=True,
                         gridcolor=theme.grid)  # fmt: skip
-    figure.update_layout(legend={"y": -0.25})
+    figure.update_layout(legend={"y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"})
     return figure
 
 
