@@ -133,7 +133,7 @@ def take_in(held: Lab, folder: Path, target: Target) -> str:
     results, settings, facts = read_run(folder)
     known = folder / "cost-model.json"
     cost = CostModel.load(known) if known.exists() else None
-    asked = {"samples": [], "tokens": None, "chat": False, "folder": folder.name}
+    asked: dict[str, Any] = {"samples": [], "tokens": None, "chat": False, "folder": folder.name}
     return _keep(held, str(facts.get("name")), asked, results, settings, facts, target, folder, "", cost)
 
 

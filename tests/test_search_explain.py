@@ -138,6 +138,10 @@ def test_a_search_of_a_model_by_command_is_resumable_and_its_digest_is_frozen_by
     again = search_once("c3.json", "--run", str(tmp_path / "c1.json.run"), "--explain", "0", "--layer-limit", "1=0")
     bound = HeadConfig.load(tmp_path / "c3.json").heads[1]
     assert all(entry.evidence is not None and entry.evidence["missed_mass_mean"] < 1e-5 for entry in bound)
+    weighted = search_once(
+        "c4.json", "--run", str(tmp_path / "c1.json.run"), "--explain", "0", "--weight", "logits", *frozen
+    )
+    assert weighted["target"]["weight"] == "logits" and weighted["loss_worst_head"] <= 0.05
     assert again["cost_fit"]["samples"] > 0 and (tmp_path / "c1.json.run" / "cost-model.json").exists()
 
 

@@ -1,0 +1,16 @@
+"""The search on a GPU: made layers of an 8B shape, with the portable kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from headscope.engine.search_rate import rate
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_made_layers_are_searched_and_the_winner_is_timed() -> None:
+    found = rate("llama3-8b", 8192, 2, "triton")
+    assert found["impl"] == "triton" and found["heads_per_second"] > 1
+    assert found["winner"]["missed_mass_worst_head"] <= 0.02
+    assert found["winner"]["measured_ms"] == pytest.approx(found["winner"]["predicted_ms"], rel=0.5)
