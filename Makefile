@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+NEWEST_TRITON := $(VENV)/triton-3.9/.ready
 # The small CPU build of torch unless an NVIDIA GPU answers. TORCH overrides.
 TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo 'torch>=2.11,<2.15'; else echo 'torch==2.13.0'; fi)
 GPU_EXTRA := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ',gpu'; fi)
@@ -22,14 +23,19 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,studio$(GPU_EXTRA)]' '$(TORCH)'
 	@touch $(STAMP)
 
+# The newest supported triton, beside the installed one: kernels are compiled ahead of time with both.
+$(NEWEST_TRITON): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton-3.9 'triton==3.9.*'
+	@touch $(NEWEST_TRITON)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/typecheck.py
 
 # The summary line of pytest is the last line printed.
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -q $(PYTEST_ARGS)
+test: lint $(NEWEST_TRITON)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) -q $(PYTEST_ARGS)
 
 run: $(STAMP)
 	$(BIN)/headscope fetch smollm2

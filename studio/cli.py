@@ -20,7 +20,7 @@ def studio(
     ] = None,
 ) -> None:
     """Starts the studio on 127.0.0.1 and prints its address."""
-    environment = dict(os.environ)
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     if db is not None:
         environment["HEADSCOPE_DB"] = str(db.expanduser().resolve())
     typer.echo(f"headscope studio: http://127.0.0.1:{port}  (Ctrl+C ends it)")

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {
         "slow": None if slow else "slow: give --slow or set SLOW=1",
         "gpu": None if torch.cuda.is_available() else "needs an NVIDIA GPU",
-        "browser": None if browser else "needs chromium",
+        "browser": None if browser or os.environ.get("CI") else "needs chromium",
     }
     for item in items:
         for mark, reason in reasons.items():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.cases import random_case
 
 from headscope.engine import (
     AShape,
@@ -16,6 +15,7 @@ from headscope.engine import (
     sparse_attention,
 )
 from headscope.kernels import reference, torch_attention
+from tests.cases import random_case
 
 
 def _index(case):

@@ -1,11 +1,13 @@
 """The index against its definition: forced cells, budgets, ties, tiles, counts, and that the way in does not matter."""
 
+import itertools
+
 import pytest
 import torch
-from tests.cases import expand_by_definition, random_case
 
 from headscope.engine import AShape, BlockSparse, Dense, Estimator, Fixed, Fraction, VerticalSlash, build_index
 from headscope.kernels import reference
+from tests.cases import expand_by_definition, random_case
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -103,7 +105,7 @@ def test_windows_hold_what_was_paid_for_and_never_overlap(tile):
     assert int(index.computed_pairs()[0, 0]) <= 3 * tile * 900
     for head in range(4):
         offsets = index.computed.windows[head, : int(index.computed.window_count[head])].tolist()
-        assert all(b - a >= tile for a, b in zip(offsets, offsets[1:], strict=False))
+        assert all(b - a >= tile for a, b in itertools.pairwise(offsets))
         assert offsets[0] == tile // 2, "the window of the diagonal is always in"
     assert int(index.computed.window_count[0]) == 3
 

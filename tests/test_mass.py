@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tests.cases import random_case
 
-from headscope.engine import VerticalSlash, build_index, dense_attention, measure_heads, sparse_attention
-from headscope.engine import mass, oracle
+from headscope.engine import VerticalSlash, build_index, dense_attention, mass, measure_heads, oracle, sparse_attention
 from headscope.kernels import reference
+from tests.cases import random_case
 
 
 def _probabilities(case, starts):

@@ -1,11 +1,11 @@
 import pytest
-from tests.cases import random_pattern
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headscope.engine import patterns
 from headscope.engine.estimator import Estimator
 from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
+from tests.cases import random_pattern
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 400))
