@@ -35,16 +35,18 @@ def dense(
     """
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
-    shift = k.shape[2] - q.shape[2]
     for sequence, start in enumerate(starts):
-        first = max(0, start - shift)
-        if first >= q.shape[2]:
-            continue
-        part = (q[sequence, :, first:], k[sequence, :, start:], v[sequence, :, start:])
-        whole = shift <= start and q.device.type == "cpu" and q.dtype != torch.float64
-        run = _dense_flash if whole else _dense_rows
-        out[sequence, :, first:], lse[sequence, :, first:] = run(*part, scale)
+        first = max(0, start - (k.shape[2] - q.shape[2]))
+        if first < q.shape[2]:
+            part = (q[sequence, :, first:], k[sequence, :, start:], v[sequence, :, start:])
+            out[sequence, :, first:], lse[sequence, :, first:] = _dense(*part, scale)
     return out, lse
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence, rows being its last positions: q [Hq, S, D], k/v [Hkv, n, D]."""
+    whole = q.shape[1] == k.shape[1] and q.device.type == "cpu" and q.dtype != torch.float64
+    return (_dense_flash if whole else _dense_rows)(q, k, v, scale)
 
 
 def _dense_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +84,8 @@ def attend(
     table = membership.tables(layout)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    whole = _whole(layout, table)
+    _attend_whole(q, k, v, layout, whole, scale, out, lse)
     exact = _needs_mask(layout)
     row_blocks = -(-layout.kv_len // ROWS)
     step = max(1, _FLAGS // (layout.windows.shape[0] * layout.kv_len))
@@ -89,7 +93,7 @@ def attend(
     for block in range(first, row_blocks, step):
         work = _items(layout, table, block, min(block + step, row_blocks))
         for masked in (False, True):
-            for items in _batches(work, exact if masked else ~exact):
+            for items in _batches(work, ~whole & (exact if masked else ~exact)):
                 _run(q, k, v, layout, table, scale, items, masked, out, lse)
     return out, lse
 
@@ -104,14 +108,41 @@ class _Items:
     size: torch.Tensor
 
 
+def _whole(layout: Layout, table: membership.Tables) -> torch.Tensor:
+    """bool [N]: heads of which every causal cell is computed, by a band or by windows that leave nothing out."""
+    lengths = torch.tensor(layout.starts, device=layout.device).neg().add(layout.kv_len)
+    lengths = lengths.repeat_interleave(layout.heads)
+    covered = (table.band.long().cumsum(1), table.window.long().cumsum(1))
+    by_band = covered[0].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0] >= lengths
+    reach = lengths + layout.rows - 1
+    by_window = covered[1].gather(1, (reach - 1).clamp(min=0)[:, None])[:, 0] >= reach
+    return (by_band | by_window) & (lengths > 0)
+
+
+def _attend_whole(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    whole: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Heads that compute everything run as dense ones, which costs less than gathering everything."""
+    group = layout.heads // k.shape[1]
+    for sequence, start in enumerate(layout.starts):
+        heads = whole[sequence * layout.heads : (sequence + 1) * layout.heads].nonzero()[:, 0]
+        first = max(0, -layout.first_row[sequence])
+        if len(heads) and first < layout.q_len:
+            keys, values = k[sequence, heads // group, start:], v[sequence, heads // group, start:]
+            part_out, part_lse = _dense(q[sequence, heads, first:], keys, values, scale)
+            out[sequence, heads, first:], lse[sequence, heads, first:] = part_out, part_lse
+
+
 def _needs_mask(layout: Layout) -> torch.Tensor:
     """bool [N]: heads whose items hold cells that some of their rows do not read, the future apart."""
     partial = layout.band_count > 0
-    whole = (layout.band_count == 1) & (layout.column_count == 0)
-    if layout.bands.shape[1]:
-        lengths = torch.tensor(layout.starts, device=layout.device).repeat_interleave(layout.heads)
-        full = (layout.bands[:, 0, 0] == 0) & (layout.bands[:, 0, 1] >= layout.kv_len - lengths - 1)
-        partial &= ~(whole & full)
     if layout.rows % ROWS:
         partial |= layout.window_count > 0
     odd_blocks = torch.tensor([size % ROWS != 0 for size in layout.block_size], device=layout.device)

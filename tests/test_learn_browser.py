@@ -78,7 +78,12 @@ def _open(browser: Any, url: str, width: int = 1280) -> Any:
 
 
 def _click(page: Any, x: float, y: float) -> None:
-    """Clicks the point (x, y) of the first figure, in its own coordinates."""
+    """Clicks the point (x, y) of the first figure, in its own coordinates, once the page has come to rest.
+
+    A picture is drawn a moment after the text beside it, and a click that falls between is lost.
+    """
+    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]')
+    page.wait_for_timeout(500)
     place = page.evaluate(
         """([selector, x, y]) => {
             const plot = document.querySelector(selector + ' .js-plotly-plot');
