@@ -102,13 +102,14 @@ def versions(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> Non
         if chosen and chosen[0] < len(ids):
             seen.version = ids[chosen[0]]
 
-    shown = frame.select("number", "name", "parent", "model", "heads", "note", "created_at")
+    parent = pl.col("parent").cast(pl.String).fill_null("–")
+    shown = frame.select("number", "name", parent, "model", "heads", "note", "created_at")
     st.dataframe(
         shown, key="versions", on_select=picked, selection_mode="single-row", hide_index=True, alt="Saved versions",
         height=min(320, 38 + 35 * len(ids)),
         column_config={
             "number": st.column_config.NumberColumn("v", width=48),
-            "parent": st.column_config.NumberColumn("from v", width=64),
+            "parent": st.column_config.TextColumn("from v", width=64),
             "created_at": st.column_config.DatetimeColumn("saved (UTC)"),
         },
     )  # fmt: skip
