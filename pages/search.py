@@ -215,7 +215,7 @@ def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target:
     if said.slower_layers:
         st.caption(
             f"{words.count(len(said.slower_layers), 'layer')} would be faster dense at these lengths: short prompts do "
-            "not repay the index. The Latency page and `headscope bench --host` find the length where sparse wins."
+            "not repay the index. `headscope bench --host` finds the length where sparse wins."
         )
     if figures.get("gap") is not None:
         st.caption(
