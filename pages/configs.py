@@ -6,6 +6,7 @@ import polars as pl
 import streamlit as st
 
 from headscope.engine.errors import HeadscopeError
+from headscope.engine.estimator import Estimator
 from headscope.engine.facts import ModelFacts
 from headscope.studio import exports, setup, state, widgets, words
 from headscope.studio.draft import Draft, Grid, differences
@@ -163,7 +164,7 @@ def restore(held: Lab, seen: View, run: Run | None, draft: Draft | None, row: Co
         seen.notice = "This version does not fit the model of the open run: " + "; ".join(reasons) + "."
         return
     newest = held.draft(draft.id) or draft
-    held.keep_draft(newest.onto(exports.title(row), row.id, exports.grid_of(row)))
+    held.keep_draft(newest.onto(exports.title(row), row.id, exports.grid_of(row), Estimator.from_dict(row.estimator)))
     seen.good_news = f"The draft stands on version {row.number} now."
 
 
@@ -206,6 +207,12 @@ def differs(held: Lab, row: ConfigRow, draft: Draft | None, frame: pl.DataFrame)
     if (len(grid), len(grid[0])) != (len(other_grid), len(other_grid[0])):
         st.caption("They are for models of different shape, so there is nothing to compare head by head.")
         return
+    sampling = Estimator.from_dict(row.estimator)
+    other_sampling = Estimator.from_dict(other_row.estimator) if other_row is not None else None
+    if against == "the draft" and draft is not None:
+        other_sampling = draft.estimator
+    if other_sampling is not None and other_sampling != sampling:
+        st.caption(f"Sampling differs: here {words.sampling(sampling)}; in {against} {words.sampling(other_sampling)}.")
     found = differences(other_grid, grid)
     if not found:
         st.caption(f"No head differs from {against}.")

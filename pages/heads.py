@@ -122,7 +122,7 @@ def head(held: Lab, seen: View, run: Run, draft: Draft, values: list[list[float]
     widgets.head_picker(seen, run, order, "heads")
     pattern = draft.patterns[seen.layer][seen.head]
     try:
-        detail = held.detail(run, seen.layer, seen.head, pattern, rows=seen.crop)
+        detail = held.detail(run, seen.layer, seen.head, pattern, rows=seen.crop, estimator=draft.estimator)
     except HeadscopeError as error:
         st.subheader(f"Layer {seen.layer} · Head {seen.head}")
         st.info(words.plain_markdown(str(error)), icon=":material/info:")

@@ -44,7 +44,7 @@ def main() -> None:
 
 def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     """Which head, which pattern, which budgets; where else to use them; undo."""
-    values = widgets.metric_grid(held.grid(run.id, draft.patterns), "missed_mass_mean")
+    values = widgets.metric_grid(held.grid(run.id, draft.patterns, draft.estimator), "missed_mass_mean")
     widgets.head_picker(seen, run, widgets.head_order(seen, values), "tune")
     pattern = draft.patterns[seen.layer][seen.head]
     tokens = run.row.tokens
@@ -193,8 +193,9 @@ def outcome(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     pattern, old = draft.patterns[seen.layer][seen.head], previous(draft, seen)
     st.subheader(f"Layer {seen.layer} · Head {seen.head}", anchor=False)
     try:
-        before = None if old == pattern else held.detail(run, seen.layer, seen.head, old, rows=seen.crop)
-        detail = held.detail(run, seen.layer, seen.head, pattern, rows=seen.crop)
+        place = {"rows": seen.crop, "estimator": draft.estimator}
+        before = None if old == pattern else held.detail(run, seen.layer, seen.head, old, **place)
+        detail = held.detail(run, seen.layer, seen.head, pattern, **place)
     except HeadscopeError as error:
         st.info(words.plain_markdown(str(error)), icon=":material/info:")
         return
@@ -223,7 +224,8 @@ def deeper(held: Lab, seen: View, run: Run, detail: HeadDetail) -> None:
             seen.extra["curve"] = place
         if seen.extra.get("curve") == place:
             with st.spinner("Measuring this head under each family"):
-                points = held.curve(run, one.layer, one.head, editor.sweep(one.pattern, run.row.tokens))
+                tried = editor.sweep(one.pattern, run.row.tokens)
+                points = held.curve(run, one.layer, one.head, tried, detail.estimator)
             widgets.figure(
                 charts.trade_off(points, words.label(one.pattern), by_time, state.colours()), "trade-off",
                 f"Missed mass against cost, {len(points)} patterns; now {words.percent(one.missed_mass_mean)} missed.",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 from headscope.engine import measure
 from headscope.engine.capture import stream
 from headscope.engine.config import HeadConfig, HeadEntry
-from headscope.engine.errors import PromptError
+from headscope.engine.errors import CaptureError, PromptError
 from headscope.engine.integration import apply
 from headscope.engine.model import LoadedModel
 from headscope.engine.modules import attention_modules
 from headscope.kernels.layout import TILES_VERSION
 from headscope.studio import prompts
-from headscope.studio.draft import Grid
+from headscope.studio.draft import Draft
 from headscope.studio.errors import StoreError
 from headscope.studio.jobs import Context
 from headscope.studio.lab import Lab
@@ -60,23 +61,26 @@ class Comparison:
         for name in ("dense", "sparse"):
             del body[name]["text"]
         del body["top_dense"], body["top_sparse"]
+        body["isolated"] = [None if math.isnan(value) else value for value in self.isolated]
         return body
 
 
-def compare(held: Lab, context: Context, run: Run, grid: Grid, title: str) -> Comparison:
+def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
     loaded = held.load(run.row.model, context)
     ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
+    grid, estimator = draft.patterns, draft.estimator
     heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
-    config = HeadConfig(run.facts.to_dict(), {}, TILES_VERSION, held.estimator, heads)
+    config = HeadConfig(run.facts.to_dict(), {}, TILES_VERSION, estimator, heads)
     layers = run.facts.layers
     room = (run.facts.max_position or 2**30) - ids.shape[1]
     if room < 1:
         raise PromptError("The prompt fills all of the model's positions, so there is no room for an answer.")
     count = min(NEW_TOKENS, room)
-    # One short pass first: the first call of a process pays for things that no later one does.
-    with torch.no_grad():
-        loaded.model(input_ids=ids[:, :8], use_cache=False, logits_to_keep=1)
+    # One short pass of each first: the first call of a process pays for things that no later one does.
+    for warm_sparse in (False, True):
+        with torch.no_grad(), apply(loaded, config) if warm_sparse else nullcontext():
+            loaded.model(input_ids=ids[:, :8], use_cache=False, logits_to_keep=1)
     with _watched(loaded, context, 0, 3 * layers, "Dense prefill"):
         dense, dense_logits = _answer(loaded, ids, count, "Dense", context)
     with apply(loaded, config), _watched(loaded, context, layers, 3 * layers, "Sparse prefill"):
@@ -85,24 +89,42 @@ def compare(held: Lab, context: Context, run: Run, grid: Grid, title: str) -> Co
 
     def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         context.step(2 * layers + layer, 3 * layers, f"Measuring in place: layer {layer + 1} of {layers}")
-        result = measure.measure_heads(q, k, v, grid[layer], layer=layer, scale=scale, estimator=held.estimator)
+        result = measure.measure_heads(q, k, v, grid[layer], layer=layer, scale=scale, estimator=estimator)
         found[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
 
     stream(loaded, ids, visit, config=config, cancel=lambda: context.cancelled, logits=False)
-    known = held.grid(run.id, grid)
-    isolated = [
-        sum(one.missed_mass_mean for one in known[layer] if one is not None) / max(1, len(known[layer]))
-        for layer in found
-    ]
+    isolated = _isolated(held, context, run, draft, tuple(found))
     first, second = (torch.log_softmax(logits.double(), -1) for logits in (dense_logits, sparse_logits))
     made = Comparison(
         dense=dense, sparse=sparse, kl=max(0.0, float((first.exp() * (first - second)).sum())),
         same_first=bool(first.argmax() == second.argmax()), top_dense=_top(loaded, first),
-        top_sparse=_top(loaded, second), in_situ=tuple(found.values()), isolated=tuple(isolated),
-        layers=tuple(found), title=title, run_id=run.id,
+        top_sparse=_top(loaded, second), in_situ=tuple(found.values()), isolated=isolated,
+        layers=tuple(found), title=draft.title, run_id=run.id,
     )  # fmt: skip
     _remember(held, run, made)
     return made
+
+
+def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
+    """Mean isolated loss of each layer; heads that were edited and not looked at since are measured now.
+
+    NaN for a layer that cannot be measured, since the capture is no longer stored.
+    """
+    known = held.grid(run.id, draft.patterns, draft.estimator)
+    missing = [
+        (layer, head, draft.patterns[layer][head])
+        for layer in layers
+        for head, one in enumerate(known[layer])
+        if one is None
+    ]
+    if missing:
+        with suppress(CaptureError):
+            held.measure(run, missing, context, estimator=draft.estimator)
+            known = held.grid(run.id, draft.patterns, draft.estimator)
+    return tuple(
+        sum(math.nan if one is None else one.missed_mass_mean for one in known[layer]) / len(known[layer])
+        for layer in layers
+    )
 
 
 def _remember(held: Lab, run: Run, made: Comparison) -> None:

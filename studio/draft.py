@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from headscope.engine import patterns
+from headscope.engine.estimator import Estimator
 from headscope.engine.patterns import Pattern
 
 Head = tuple[int, int]
@@ -23,11 +24,12 @@ SCOPES = ("this head", "its group", "its layer", "same pattern")
 
 @dataclass(frozen=True)
 class Edit:
-    """One step: new patterns of some heads; or, with `base`, a new version that the draft now stands on."""
+    """One step: new patterns of some heads; or a version to stand on, with its name and id and its estimator."""
 
     label: str
     changes: tuple[tuple[Head, Pattern], ...]
     base: tuple[str, str | None] | None = None
+    estimator: Estimator | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Draft:
     base: Grid
     edits: tuple[Edit, ...] = ()
     sequence: int = 0
+    base_estimator: Estimator = field(default_factory=Estimator)
 
     @cached_property
     def patterns(self) -> Grid:
@@ -49,6 +52,12 @@ class Draft:
             for (layer, head), pattern in edit.changes:
                 grid[layer][head] = pattern
         return tuple(tuple(row) for row in grid)
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        """How the online index samples: as in the version that the draft stands on."""
+        chosen = (edit.estimator for edit in reversed(self.edits) if edit.estimator is not None)
+        return next(chosen, self.base_estimator)
 
     @cached_property
     def standing(self) -> tuple[str, str | None, int]:
@@ -95,15 +104,16 @@ class Draft:
         """The draft before its last edit."""
         return replace(self, edits=self.edits[:-1], sequence=self.sequence + 1) if self.edits else self
 
-    def onto(self, name: str, row_id: str | None, grid: Grid) -> Draft:
-        """The draft standing on a version with these patterns: after a save, a restore or an import. Undoable."""
+    def onto(self, name: str, row_id: str | None, grid: Grid, estimator: Estimator) -> Draft:
+        """The draft standing on a version: after a save, a restore, an import or a search. Undoable."""
         changes = tuple(
             ((layer, head), pattern)
             for layer, row in enumerate(grid)
             for head, pattern in enumerate(row)
             if self.patterns[layer][head] != pattern
         )
-        return replace(self, edits=(*self.edits, Edit(name, changes, (name, row_id))), sequence=self.sequence + 1)
+        edit = Edit(name, changes, (name, row_id), estimator)
+        return replace(self, edits=(*self.edits, edit), sequence=self.sequence + 1)
 
     def scope(self, where: str, layer: int, head: int, group: int) -> list[Head]:
         """The heads that a scope of `SCOPES` means, seen from one head; `group` is query heads per KV head."""
@@ -131,12 +141,14 @@ class Draft:
                 "label": edit.label,
                 "base": edit.base,
                 "changes": [[layer, head, place(pattern)] for (layer, head), pattern in edit.changes],
+                "estimator": None if edit.estimator is None else edit.estimator.to_dict(),
             }
             for edit in self.edits
         ]
         return {
             "base_name": self.base_name,
             "base_id": self.base_id,
+            "base_estimator": self.base_estimator.to_dict(),
             "patterns": [pattern.to_dict() for pattern in names],
             "base": base,
             "edits": edits,
@@ -144,18 +156,20 @@ class Draft:
 
     @classmethod
     def from_dict(cls, draft_id: str, sequence: int, body: Mapping[str, Any]) -> Draft:
-        """The draft that `to_dict` wrote."""
+        """The draft that `to_dict` wrote; drafts from before estimators were kept have the default one."""
         known = [patterns.from_dict(entry) for entry in body["patterns"]]
         edits = tuple(
             Edit(
                 entry["label"],
                 tuple(((layer, head), known[index]) for layer, head, index in entry["changes"]),
                 None if entry["base"] is None else (entry["base"][0], entry["base"][1]),
+                None if entry.get("estimator") is None else Estimator.from_dict(entry["estimator"]),
             )
             for entry in body["edits"]
         )
         base = tuple(tuple(known[index] for index in row) for row in body["base"])
-        return cls(draft_id, body["base_name"], body["base_id"], base, edits, sequence)
+        first = Estimator.from_dict(body.get("base_estimator", {}))
+        return cls(draft_id, body["base_name"], body["base_id"], base, edits, sequence, first)
 
 
 def uniform(draft_id: str, name: str, pattern: Pattern, layers: int, heads: int) -> Draft:

@@ -68,7 +68,7 @@ def save_draft(held: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple
             (pattern.to_dict(), _notes(None if known is None else evidence(known, run), None))
             for pattern, known in zip(patterns, row, strict=True)
         ]
-        for patterns, row in zip(draft.patterns, held.grid(run.id, draft.patterns), strict=True)
+        for patterns, row in zip(draft.patterns, held.grid(run.id, draft.patterns, draft.estimator), strict=True)
     ]
     _, parent, _ = draft.standing
     stored = held.store.save_config(
@@ -78,12 +78,12 @@ def save_draft(held: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple
         run_id=run.id,
         note=note,
         tiles=TILES_VERSION,
-        estimator=held.estimator.to_dict(),
+        estimator=draft.estimator.to_dict(),
         model=run.facts.to_dict(),
         provenance=provenance(run, parent),
         audit={},
     )
-    return stored, held.keep_draft(draft.onto(title(stored), stored.id, draft.patterns))
+    return stored, held.keep_draft(draft.onto(title(stored), stored.id, draft.patterns, draft.estimator))
 
 
 def provenance(run: Run, parent: str | None) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _measure_again(held: Lab, context: Context, config: HeadConfig, run: Run) ->
     ]
     if not wanted:
         return 0, 0.0, ["its evidence is of another run: open that run, then check again"]
-    again = held.measure(run, wanted, context, remember=False)
+    again = held.measure(run, wanted, context, remember=False, estimator=config.estimator)
     largest, differing = 0.0, []
     for one in again:
         claimed = config.heads[one.layer][one.head].evidence or {}

@@ -1,8 +1,8 @@
 """What the server holds for all sessions: store, worker, models, captures, and measurements already made.
 
 One `Lab` a process. Everything that touches the device runs on the worker's thread: as a job, or as a short call.
-Measurements are kept under (run, layer, head, pattern), in memory and in the store, so nothing is measured twice
-and a restart finds them again.
+Measurements are kept under (run, layer, head, pattern, estimator), in memory and in the store, so nothing is measured
+twice and a restart finds them again. Where no estimator is given, it is the lab's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -163,9 +163,9 @@ class Lab:
     # runs
 
     def run_prompt(
-        self, context: Context, name: str, prompt: prompts.Prompt, chat: bool, grid: Callable[[ModelFacts], Grid]
+        self, context: Context, name: str, prompt: prompts.Prompt, chat: bool, draft_of: Callable[[ModelFacts], Draft]
     ) -> str:
-        """A job: prefill once, keep Q/K/V, measure every head under the patterns that `grid` gives. The run's id."""
+        """A job: prefill once, keep Q/K/V, measure every head under the draft that `draft_of` gives. The run's id."""
         loaded = self.load(name, context)
         encoded = prompts.encode(loaded, prompt.text, chat)
         layers = loaded.facts.layers
@@ -177,20 +177,20 @@ class Lab:
             cancel=lambda: context.cancelled,
         )
         capture_ms = (time.perf_counter() - began) * 1e3
-        chosen, found = grid(loaded.facts), list[HeadMeasurement]()
+        draft, found = draft_of(loaded.facts), list[HeadMeasurement]()
         began, impl = time.perf_counter(), ""
         for layer in taken.layers:
             context.step(layers + layer, 2 * layers, f"Measuring: layer {layer + 1} of {layers}")
             q, k, v = taken.layer(layer)
             result = measure_heads(
-                q, k, v, chosen[layer], layer=layer, scale=taken.scales[layer], estimator=self.estimator
+                q, k, v, draft.patterns[layer], layer=layer, scale=taken.scales[layer], estimator=draft.estimator
             )
             impl = result.impl
             found += result.heads
         row = RunRow(
             id=new_id(), model=name, fingerprint=loaded.fingerprint, prompt_sha256=prompt.sha256, tokens=encoded.tokens,
             chat_template=chat, device=str(loaded.device), dtype=str(loaded.dtype).removeprefix("torch."), impl=impl,
-            tiles=TILES_VERSION, estimator=self.estimator.to_dict(), capture_ms=capture_ms,
+            tiles=TILES_VERSION, estimator=draft.estimator.to_dict(), capture_ms=capture_ms,
             measure_ms=(time.perf_counter() - began) * 1e3, versions=versions() | {"hardware": hardware(loaded.device)},
             created_at=now(),
         )  # fmt: skip
@@ -204,11 +204,11 @@ class Lab:
             self._captures.keep(row.id, taken)
             self._runs.keep(row.id, run)
             for measurement in found:
-                self._known.keep(_known_key(row.id, measurement), measurement)
+                self._known.keep(_known_key(row.id, measurement, draft.estimator), measurement)
         try:
             self.store.add_model(loaded.fingerprint, name, loaded.facts.to_dict())
             self.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
-            self.store.add_run(row, [measurement.to_dict() for measurement in found])
+            self.store.add_run(row, _bodies(found, draft.estimator))
         except StoreError as error:
             context.warn(f"{error} The run is open and can be tuned, but a restart will not find it.")
         return row.id
@@ -235,8 +235,9 @@ class Lab:
         run = Run(row, prompt["name"], prompt["text"], encoded.pieces, loaded.facts, self.shelf.has(run_id))
         with self._lock:
             for body in self.store.measurements(run_id):
+                estimator = Estimator.from_dict(body.pop("estimator", row.estimator))
                 measurement = measurement_from_dict(body)
-                self._known.keep(_known_key(run_id, measurement), measurement)
+                self._known.keep(_known_key(run_id, measurement, estimator), measurement)
             return self._runs.keep(run_id, run)
 
     def capture(self, run: Run) -> Capture:
@@ -253,15 +254,19 @@ class Lab:
 
     # measurements
 
-    def known(self, run_id: str, layer: int, head: int, pattern: Pattern) -> HeadMeasurement | None:
+    def known(
+        self, run_id: str, layer: int, head: int, pattern: Pattern, estimator: Estimator | None = None
+    ) -> HeadMeasurement | None:
         """What was measured for this head of this run under this pattern, if anything."""
         with self._lock:
-            return self._known.fetch((run_id, layer, head, pattern_key(pattern)))
+            return self._known.fetch((run_id, layer, head, pattern_key(pattern), estimator or self.estimator))
 
-    def grid(self, run_id: str, patterns: Grid) -> list[list[HeadMeasurement | None]]:
+    def grid(
+        self, run_id: str, patterns: Grid, estimator: Estimator | None = None
+    ) -> list[list[HeadMeasurement | None]]:
         """Known measurements of every head, `[layer][head]`."""
         return [
-            [self.known(run_id, layer, head, pattern) for head, pattern in enumerate(row)]
+            [self.known(run_id, layer, head, pattern, estimator) for head, pattern in enumerate(row)]
             for layer, row in enumerate(patterns)
         ]
 
@@ -271,9 +276,10 @@ class Lab:
         wanted: Sequence[tuple[int, int, Pattern]],
         context: Context | None = None,
         remember: bool = True,
+        estimator: Estimator | None = None,
     ) -> list[HeadMeasurement]:
         """Measures heads under patterns, a layer at a time, and remembers them. On the worker's thread."""
-        taken = self.capture(run)
+        taken, sampling = self.capture(run), estimator or self.estimator
         by_layer: dict[int, list[tuple[int, Pattern]]] = {}
         for layer, head, pattern in wanted:
             if layer in taken.layers:
@@ -282,31 +288,31 @@ class Lab:
         for step, (layer, heads) in enumerate(sorted(by_layer.items())):
             if context is not None:
                 context.step(step, len(by_layer), f"Measuring: layer {layer}, {step + 1} of {len(by_layer)}")
-            found += self._measure_some(run, taken, layer, heads)
+            found += self._measure_some(run, taken, layer, heads, sampling)
         if remember:
-            self._remember(run.id, found)
+            self._remember(run.id, found, sampling)
         return found
 
     def _measure_some(
-        self, run: Run, taken: Capture, layer: int, heads: Sequence[tuple[int, Pattern]]
+        self, run: Run, taken: Capture, layer: int, heads: Sequence[tuple[int, Pattern]], estimator: Estimator
     ) -> list[HeadMeasurement]:
         q, k, v = _on_device(taken, layer, run)
         rows = torch.tensor([head for head, _ in heads], device=q.device)
         shared = rows // run.facts.group
         result = measure_heads(
             q[:, rows], k[:, shared], v[:, shared], [pattern for _, pattern in heads],
-            layer=layer, scale=taken.scales[layer], estimator=self.estimator,
+            layer=layer, scale=taken.scales[layer], estimator=estimator,
         )  # fmt: skip
         return [replace(one, head=head) for one, (head, _) in zip(result.heads, heads, strict=True)]
 
-    def _remember(self, run_id: str, found: Sequence[HeadMeasurement]) -> None:
+    def _remember(self, run_id: str, found: Sequence[HeadMeasurement], estimator: Estimator) -> None:
         with self._lock:
-            fresh = [one for one in found if _known_key(run_id, one) not in self._known]
+            fresh = [one for one in found if _known_key(run_id, one, estimator) not in self._known]
             for measurement in fresh:
-                self._known.keep(_known_key(run_id, measurement), measurement)
+                self._known.keep(_known_key(run_id, measurement, estimator), measurement)
         # Numbers can be had again at any time, so a full disk must not stop the tuning.
         with suppress(StoreError):
-            self.store.add_measurements(run_id, "isolated", [measurement.to_dict() for measurement in fresh])
+            self.store.add_measurements(run_id, "isolated", _bodies(fresh, estimator))
 
     def detail(
         self,
@@ -316,14 +322,16 @@ class Lab:
         pattern: Pattern,
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        estimator: Estimator | None = None,
     ) -> HeadDetail:
         """One head alone: measured, timed and drawn. A short call on the worker's thread, about a second at most."""
-        key = (run.id, layer, head, pattern_key(pattern), rows, columns)
+        sampling = estimator or self.estimator
+        key = (run.id, layer, head, pattern_key(pattern), sampling, rows, columns)
         with self._lock:
             known = self._details.fetch(key)
         if known is not None:
             return known
-        made = self.worker.quick(lambda: self._detail(run, layer, head, pattern, rows, columns))
+        made = self.worker.quick(lambda: self._detail(run, layer, head, pattern, sampling, rows, columns))
         with self._lock:
             return self._details.keep(key, made)
 
@@ -333,6 +341,7 @@ class Lab:
         layer: int,
         head: int,
         pattern: Pattern,
+        estimator: Estimator,
         rows: tuple[int, int] | None,
         columns: tuple[int, int] | None,
     ) -> HeadDetail:
@@ -342,13 +351,13 @@ class Lab:
         results, began = list[LayerMeasurement](), time.perf_counter()
         while not results or (len(results) < 3 and time.perf_counter() - began < TIMING_BUDGET_S):
             results.append(
-                measure_heads(q, k, v, [pattern], layer=layer, scale=scale, estimator=self.estimator, dense=dense)
+                measure_heads(q, k, v, [pattern], layer=layer, scale=scale, estimator=estimator, dense=dense)
             )
         last = results[-1]
         measurement = replace(last.heads[0], head=head)
-        self._remember(run.id, [measurement])
+        self._remember(run.id, [measurement], estimator)
         # The overview's number stands if there is one: the same head must not show two values that differ in rounding.
-        measurement = self.known(run.id, layer, head, pattern) or measurement
+        measurement = self.known(run.id, layer, head, pattern, estimator) or measurement
         missed = last.missed[0, 0]
         key = (run.id, layer, head, rows, columns)
         with self._lock:
@@ -359,6 +368,7 @@ class Lab:
                 self._sums.keep(key, sums)
         return HeadDetail(
             measurement=measurement,
+            estimator=estimator,
             index_ms=statistics.median(result.index_ms for result in results),
             kernel_ms=statistics.median(result.kernel_ms for result in results),
             dense_ms=dense.ms,
@@ -368,22 +378,23 @@ class Lab:
         )
 
     def curve(
-        self, run: Run, layer: int, head: int, patterns: Sequence[Pattern]
+        self, run: Run, layer: int, head: int, patterns: Sequence[Pattern], estimator: Estimator | None = None
     ) -> list[tuple[str, str, float, float, float]]:
         """One head under several patterns: family, label, computed density, time alone in ms, missed mass."""
+        sampling = estimator or self.estimator
 
         def one(pattern: Pattern) -> tuple[str, str, float, float, float]:
             q, k, v = self._head_tensors(run, layer, head)
             scale = self.capture(run).scales[layer]
             dense = self._dense_pass(run, layer, head, q, k, v, scale)
-            result = measure_heads(q, k, v, [pattern], layer=layer, scale=scale, estimator=self.estimator, dense=dense)
+            result = measure_heads(q, k, v, [pattern], layer=layer, scale=scale, estimator=sampling, dense=dense)
             found = result.heads[0]
             ms = result.index_ms + result.kernel_ms
             return pattern.kind, words.label(pattern), found.computed_density, ms, found.missed_mass_mean
 
         points = []
         for pattern in patterns:
-            key = (run.id, layer, head, pattern_key(pattern))
+            key = (run.id, layer, head, pattern_key(pattern), sampling)
             with self._lock:
                 known = self._points.fetch(key)
             if known is None:
@@ -393,9 +404,12 @@ class Lab:
             points.append(known)
         return points
 
-    def loss_split(self, run: Run, layer: int, head: int, pattern: Pattern) -> LossSplit:
+    def loss_split(
+        self, run: Run, layer: int, head: int, pattern: Pattern, estimator: Estimator | None = None
+    ) -> LossSplit:
         """A head's loss in four steps. A short call, but slower than `detail`."""
-        key = (run.id, layer, head, pattern_key(pattern))
+        sampling = estimator or self.estimator
+        key = (run.id, layer, head, pattern_key(pattern), sampling)
         with self._lock:
             known = self._splits.fetch(key)
         if known is not None:
@@ -405,7 +419,7 @@ class Lab:
             q, k, v = self._head_tensors(run, layer, head)
             scale = self.capture(run).scales[layer]
             dense = self._dense_pass(run, layer, head, q, k, v, scale)
-            index = build_index(q, k, [pattern], scale, estimator=self.estimator)
+            index = build_index(q, k, [pattern], scale, estimator=sampling)
             return loss_split(q, k, dense.lse, index, 0)
 
         made = self.worker.quick(work)
@@ -483,5 +497,10 @@ def _on_device(taken: Capture, layer: int, run: Run) -> tuple[torch.Tensor, torc
     return q.to(place), k.to(place), v.to(place)
 
 
-def _known_key(run_id: str, measurement: HeadMeasurement) -> tuple[str, int, int, str]:
-    return run_id, measurement.layer, measurement.head, pattern_key(measurement.pattern)
+def _known_key(run_id: str, measurement: HeadMeasurement, estimator: Estimator) -> tuple[str, int, int, str, Estimator]:
+    return run_id, measurement.layer, measurement.head, pattern_key(measurement.pattern), estimator
+
+
+def _bodies(found: Sequence[HeadMeasurement], estimator: Estimator) -> list[dict[str, Any]]:
+    """Measurements as the store keeps them."""
+    return [measurement.to_dict() | {"estimator": estimator.to_dict()} for measurement in found]

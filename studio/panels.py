@@ -97,7 +97,7 @@ def loss(held: Lab, run: Run, detail: HeadDetail) -> None:
     """The four steps of the loss, and the remedy that fits the largest."""
     one = detail.measurement
     try:
-        split = held.loss_split(run, one.layer, one.head, one.pattern)
+        split = held.loss_split(run, one.layer, one.head, one.pattern, detail.estimator)
     except HeadscopeError as error:
         st.info(words.plain_markdown(str(error)))
         return
@@ -137,11 +137,12 @@ def group(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     size = run.facts.group
     first = seen.head // size * size
     members = range(first, first + size)
-    found = [held.known(run.id, seen.layer, head, draft.patterns[seen.layer][head]) for head in members]
+    patterns = draft.patterns[seen.layer]
+    found = [held.known(run.id, seen.layer, head, patterns[head], draft.estimator) for head in members]
     frame = pl.DataFrame(
         {
             "head": [f"L{seen.layer} H{head}" for head in members],
-            "pattern": [words.label(draft.patterns[seen.layer][head]) for head in members],
+            "pattern": [words.label(patterns[head]) for head in members],
             "missed, mean": [None if one is None else one.missed_mass_mean for one in found],
             "missed, worst row": [None if one is None else one.missed_mass_worst for one in found],
             "computes": [None if one is None else one.computed_density for one in found],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from headscope.engine import patterns
+from headscope.engine.estimator import Estimator
 from headscope.engine.facts import ModelFacts
 from headscope.engine.measure import HeadMeasurement
 from headscope.studio.maps import HeadMaps
@@ -47,6 +48,7 @@ class HeadDetail:
     """One head alone under one pattern. Times in ms are of this head alone; `missed` [rows] float32 per row."""
 
     measurement: HeadMeasurement
+    estimator: Estimator
     index_ms: float
     kernel_ms: float
     dense_ms: float

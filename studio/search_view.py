@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +276,12 @@ def predicted_for(found: Found, allocation: Allocation, target: Target) -> dict[
 
 
 def to_draft(held: Lab, draft: Draft, found: Found, config: HeadConfig, label: str) -> Draft:
-    """The draft standing on the choice; one undoable step. HeadscopeError if the models' shapes differ."""
+    """The draft standing on the choice and its estimator; one undoable step. HeadscopeError if shapes differ."""
     grid: Patterns = tuple(config.patterns(layer) for layer in range(len(config.heads)))
     if [len(row) for row in grid] != [len(row) for row in draft.patterns]:
         raise HeadscopeError("The draft is for a model of another shape: open a run of the searched model first.")
     newest = held.draft(draft.id) or draft
-    return held.keep_draft(newest.onto(label, None, grid))
+    return held.keep_draft(newest.onto(label, None, grid, config.estimator))
 
 
 def sweep(found: Found, limits: tuple[float, ...]) -> list[dict[str, float]]:
@@ -304,11 +304,6 @@ def sweep(found: Found, limits: tuple[float, ...]) -> list[dict[str, float]]:
 def figures(found: Found, allocation: Allocation, target: Target) -> dict[str, Any]:
     """The engine's summary of a choice."""
     return summary(allocation, found.table, found.cost, target)
-
-
-def as_speedup(target: Target, speedup: float) -> Target:
-    """The same target by speed-up."""
-    return replace(target, max_missed=None, speedup=speedup)
 
 
 def _span(seconds: float) -> str:

@@ -142,7 +142,7 @@ def start(held: Lab, seen: View, prompt: prompts.Prompt) -> None:
         held.worker.submit(
             session, "run", "Run",
             lambda context: held.run_prompt(
-                context, name, prompt, chat, lambda facts: state.draft_of(held, session, facts).patterns
+                context, name, prompt, chat, lambda facts: state.draft_of(held, session, facts)
             ),
         )  # fmt: skip
     except HeadscopeError as error:
@@ -222,7 +222,7 @@ def earlier(held: Lab, seen: View) -> None:
 
 def measured(held: Lab, seen: View, run: Run, draft: Draft) -> list[list[HeadMeasurement | None]]:
     """Every head of the draft as measured on this run; a few that are missing are measured now, many as a job."""
-    grid = held.grid(run.id, draft.patterns)
+    grid = held.grid(run.id, draft.patterns, draft.estimator)
     missing = [
         (layer, head, draft.patterns[layer][head])
         for layer, row in enumerate(grid)
@@ -232,16 +232,16 @@ def measured(held: Lab, seen: View, run: Run, draft: Draft) -> list[list[HeadMea
     if not missing:
         return grid
     if len(missing) > QUICK_HEADS:
-        measure_missing(held, seen, run, missing)
+        measure_missing(held, seen, run, draft, missing)
         return grid
     try:
-        held.worker.quick(lambda: held.measure(run, missing))
+        held.worker.quick(lambda: held.measure(run, missing, estimator=draft.estimator))
     except HeadscopeError as error:
         st.error(words.plain_markdown(str(error)))
-    return held.grid(run.id, draft.patterns)
+    return held.grid(run.id, draft.patterns, draft.estimator)
 
 
-def measure_missing(held: Lab, seen: View, run: Run, missing: Sequence[tuple[int, int, Pattern]]) -> None:
+def measure_missing(held: Lab, seen: View, run: Run, draft: Draft, missing: Sequence[tuple[int, int, Pattern]]) -> None:
     """Many heads have a pattern that was never measured on this run: measure them as a job."""
     job = held.worker.latest(seen.session)
     if job is not None and job.open:
@@ -256,6 +256,7 @@ def measure_missing(held: Lab, seen: View, run: Run, missing: Sequence[tuple[int
         return
     wanted = list(missing)
     held.worker.submit(
-        seen.session, "measure", f"Measuring {len(wanted)} heads", lambda context: held.measure(run, wanted, context)
-    )
+        seen.session, "measure", f"Measuring {len(wanted)} heads",
+        lambda context: held.measure(run, wanted, context, estimator=draft.estimator),
+    )  # fmt: skip
     st.rerun()

@@ -186,7 +186,7 @@ def bind(key: str, value: T, write: Callable[[T], None]) -> dict[str, Any]:
 def land(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     """Looks at the worst head when a run was just made or opened."""
     if seen.extra.pop("fresh", False):
-        grid = held.grid(run.id, draft.patterns)
+        grid = held.grid(run.id, draft.patterns, draft.estimator)
         values = [[float("nan") if one is None else one.missed_mass_mean for one in row] for row in grid]
         seen.go(*worst_order(values)[0])
         seen.last_click = None

@@ -23,10 +23,9 @@ def whole_model(held: Lab, seen: View, run: Run, draft: Draft) -> None:
             "Run the model with this draft", key="compare", icon=":material/play_arrow:",
             disabled=job is not None and job.open,
         ):  # fmt: skip
-            grid, title = draft.patterns, draft.title
             try:
                 held.worker.submit(
-                    seen.session, "compare", "Comparing", lambda context: compare(held, context, run, grid, title)
+                    seen.session, "compare", "Comparing", lambda context: compare(held, context, run, draft)
                 )
             except HeadscopeError as error:
                 seen.notice = str(error)

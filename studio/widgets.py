@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
+from headscope.engine.estimator import Estimator
 from headscope.engine.measure import HeadMeasurement
 from headscope.studio import charts, state, words
 from headscope.studio.draft import Draft
@@ -77,6 +78,8 @@ def strip(run: Run | None, draft: Draft | None) -> None:
     ]
     if draft is not None:
         parts.append(f"draft “{draft.title}”")
+        if draft.estimator != Estimator():
+            parts.append(f"sampling {words.sampling(draft.estimator)}")
     with st.container(key="strip"):
         st.text(" · ".join(parts))
 

@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Sequence
 
+from headscope.engine.estimator import Estimator
 from headscope.engine.patterns import AShape, BlockSparse, Budget, Fixed, Fraction, Pattern, VerticalSlash
 
 
@@ -71,6 +72,14 @@ def label(pattern: Pattern) -> str:
     return f"{pattern.kind} {budgets(pattern)}".strip()
 
 
+def sampling(estimator: Estimator) -> str:
+    """An estimator in full: "64 rows (tail), probability, columns sum, slashes sum, overlap keep"."""
+    return (
+        f"{estimator.rows} rows ({estimator.where}), {estimator.statistic}, columns {estimator.columns}, "
+        f"slashes {estimator.slashes}, overlap {estimator.overlap}"
+    )
+
+
 def inert(text: str) -> str:
     """Text that plotly shows as it is: hover labels otherwise read tags."""
     return html.escape(text, quote=False)
@@ -115,8 +124,3 @@ def finding(mean: float, worst: float, worst_row: int, thirds: Sequence[float], 
         f"{scale} {percent(mean)} of its probability{where}; the worst row, token {worst_row:,}, "
         f"misses {percent(worst)}.{part}"
     )
-
-
-def alternative(title: str, body: str) -> str:
-    """Alternative text of a figure, for screen readers."""
-    return f"{title}. {body}"

@@ -13,9 +13,12 @@ from streamlit.testing.v1 import AppTest
 
 import headscope.engine
 from headscope.engine.config import HeadConfig
+from headscope.engine.estimator import Estimator
+from headscope.engine.measure import measure_heads
 from headscope.engine.model import LoadedModel
 from headscope.engine.patterns import AShape, BlockSparse, Dense, VerticalSlash
 from headscope.studio import charts, exports, prompts, state, words
+from headscope.studio.draft import Draft
 from headscope.studio.lab import Lab
 from headscope.studio.state import View
 from headscope.studio.theme import LIGHT
@@ -48,7 +51,7 @@ def run_now(held: Lab, prompt: prompts.Prompt | None = None, session: str = SESS
     job = held.worker.submit(
         session, "run", "Run",
         lambda context: held.run_prompt(context, "smollm2", chosen, False,
-                                        lambda facts: state.draft_of(held, session, facts).patterns),
+                                        lambda facts: state.draft_of(held, session, facts)),
     )  # fmt: skip
     assert job.finished.wait(60) and job.state == "done", job.error
     return job.result
@@ -247,6 +250,58 @@ def test_save_restore_diff_export_and_import(held: Lab, tmp_path: Path) -> None:
     config = exports.read_import("out.json", path.read_bytes(), run.facts)
     assert exports.grid_of(exports.save_imported(held, config, "back")) == exports.grid_of(stored)
     ok(page("configs", seen))
+
+
+def test_heads_edited_and_not_looked_at_count_in_the_isolated_mean(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
+    ok(page("tune", seen).segmented_control(key="kind").set_value("a-shape").run())
+    test = ok(page("tune", seen))
+    ok(test.button(key="scope-its layer").click().run())
+    run = held.run(seen.run_id)
+    draft = state.draft_of(held, SESSION, run.facts)
+    assert sum(one is None for one in held.grid(run.id, draft.patterns)[1]) == 5
+    ok(test.button(key="compare").click().run())
+    wait(held)
+    ok(test.run())
+    rows = held.grid(run.id, draft.patterns)
+    means = [sum(one.missed_mass_mean for one in row) / len(row) for row in rows]
+    assert seen.extra["comparison"].isolated == pytest.approx(means)
+
+
+def test_a_version_that_samples_otherwise_is_measured_and_kept_so(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
+    run = held.run(seen.run_id)
+    other = Estimator(rows=2, where="half", overlap="removed")
+    facts = run.facts.to_dict()
+    start = state.start_grid(run.facts)
+    imported = HeadConfig.uniform(facts, start[0][0], estimator=other)
+    version = exports.save_imported(held, imported, "half")
+    seen.version = version.id
+    test = ok(page("configs", seen))
+    assert "Sampling differs" in shown(test) and "2 rows (half)" in shown(test)
+    ok(test.button(key="restore").click().run())
+    draft = state.draft_of(held, SESSION, run.facts)
+    assert draft.patterns == start and draft.estimator == other
+    shows = ok(page("heads", seen))
+    wait(held)
+    shows = ok(page("heads", seen))
+    q, k, v = held.capture(run).layer(1)
+    expected = measure_heads(q, k, v, start[1], layer=1, scale=held.capture(run).scales[1], estimator=other)
+    mine = held.known(run.id, 1, 2, start[1][2], other)
+    assert mine.missed_mass_mean == pytest.approx(expected.heads[2].missed_mass_mean, abs=1e-6)
+    assert mine.missed_mass_mean != held.known(run.id, 1, 2, start[1][2]).missed_mass_mean
+    metrics = {item.label: item.value for item in shows.metric}
+    assert metrics["misses, mean"] == words.percent(mine.missed_mass_mean) and "2 rows (half)" in shown(shows)
+    stored, draft = exports.save_draft(held, draft, run, "kept", "")
+    assert stored.estimator == other.to_dict() and draft.estimator == other
+    assert stored.heads[1][2][1]["evidence"]["missed_mass_mean"] == mine.missed_mass_mean
+    job = held.worker.submit("other", "export", "x", lambda context: exports.round_trip(held, context, stored, run))
+    assert job.finished.wait(60) and job.result.good, job.result
+    assert draft.undone().undone().estimator == Estimator()
+    assert Draft.from_dict(draft.id, draft.sequence, draft.to_dict()) == draft
+    held._runs.clear()
+    held._known.clear()
+    assert held.run(run.id) is not None and held.known(run.id, 1, 2, start[1][2], other) == mine
 
 
 def test_an_export_whose_numbers_are_not_those_of_its_run_is_refused(held: Lab) -> None:

@@ -11,6 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 import headscope.engine
 from headscope.engine.errors import ConfigError
+from headscope.engine.estimator import Estimator
 from headscope.engine.model import LoadedModel
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_grid import default_grid
@@ -132,6 +133,17 @@ def test_the_choice_becomes_the_draft_and_is_measured_beside_its_prediction(held
     assert row_id == found.id and got["attention_ms"] > 0
     assert got["missed_mass_mean"] == pytest.approx(said["missed_mass_mean"], abs=1e-5)
     assert "predicted and measured" in shown(test)
+
+
+def test_the_draft_samples_as_the_search_did(held: Lab) -> None:
+    held.estimator = Estimator(rows=8, where="half")
+    searched(held)
+    held.estimator = Estimator()
+    seen = View(SESSION)
+    press(page(seen), "search-apply")
+    draft = held.draft(f"{SESSION}-{seen.extra['search-found'].facts['fingerprint'][:12]}")
+    assert draft is not None and draft.estimator == Estimator(rows=8, where="half")
+    assert draft.undone().estimator == Estimator()
 
 
 def test_a_target_out_of_reach_is_said_and_bad_candidates_too(held: Lab) -> None:
