@@ -19,7 +19,7 @@ from headscope.engine import cli_output
 from headscope.engine.cli_output import bar, note
 from headscope.engine.cli_run import Device, Dtype, Force, Json, Model, Template, parse_layers
 from headscope.engine.config import HeadConfig
-from headscope.engine.errors import ConfigError, HeadscopeError
+from headscope.engine.errors import ConfigError
 from headscope.engine.estimator import Estimator
 
 if TYPE_CHECKING:
@@ -415,7 +415,7 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise HeadscopeError(f"{option} {text[:60]!r} is not understood: write numbers with commas between") from None
+        raise ConfigError(f"{option} {text[:60]!r} is not understood: write numbers with commas between") from None
 
 
 def _show_quality(report: dict[str, Any]) -> None:

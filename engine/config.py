@@ -170,7 +170,10 @@ class HeadConfig:
         return replace(self, heads=(*self.heads[:layer], row, *self.heads[layer + 1 :]))
 
     def digest(self) -> str:
-        """sha256 over patterns and budgets alone: the same cells give the same digest, whenever and wherever made."""
+        """sha256 over patterns and budgets alone: equal heads give the same digest, whenever and wherever made.
+
+        The estimator is not in it, though it decides which cells a vertical-slash head gets: compare that beside it.
+        """
         rows = [[entry.pattern.to_dict() for entry in layer] for layer in self.heads]
         return hashlib.sha256(files.one_line(rows).encode()).hexdigest()
 

@@ -39,7 +39,7 @@ class CaptureError(HeadscopeError):
 
 
 class Cancelled(HeadscopeError):
-    """The caller's `cancel` said stop; nothing was kept."""
+    """The caller's `cancel` said stop; the message says what was kept."""
 
 
 class Interrupted(HeadscopeError):

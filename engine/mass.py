@@ -11,8 +11,8 @@ from headscope.engine.index import Index
 from headscope.kernels import backends
 
 FLOOR = 1e-5
-"""Missed mass below this is rounding of float32 LSEs, not a measurement: their difference carries about 1e-6
-each, and more where logits are large. It is reported as measured, and called zero by nobody."""
+"""Missed mass below this is rounding of float32 LSEs, not a measurement: each carries about 1e-6, and more where
+logits are large. It is reported as measured, not as zero; the studio and `headscope inspect --help` say so."""
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def to_config(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "made_by": "search",
         "versions": versions(),
-        "hardware": machine,
+        "hardware": machine or str(cost.machine.get("hardware", "")),
         "seed": 0,
         "prompts": [{**prompt} for prompt in table.prompts],
         "lengths": sorted(set(table.tokens)),
@@ -334,7 +334,9 @@ def _digest(value: Any) -> str:
 
 def with_target(result: SearchResult, target: Target, settings: Settings, facts: dict[str, Any]) -> SearchResult:
     """The same measurements under another target: what a slider does."""
-    allocation = allocate(result.table, result.cost, target)
-    config = to_config(allocation, result.table, result.cost, target, settings, facts)
+    allocation, before = allocate(result.table, result.cost, target), result.config.provenance
+    config = to_config(
+        allocation, result.table, result.cost, target, settings, facts, before["hardware"], before["parent"]
+    )
     text = summary(allocation, result.table, result.cost, target)
     return replace(result, config=config, allocation=allocation, target=target, summary=text)

@@ -51,8 +51,8 @@ def overview(seen: View, run: Run, draft: Draft, values: list[list[float]], grid
     mean = float(np.nanmean(table)) if np.isfinite(table).any() else float("nan")
     name = METRICS[seen.metric]
     st.caption(
-        f"Mean of all heads {words.percent(mean)}. Each cell is a head, its mark the pattern, orange the head on the "
-        "right; click another."
+        f"Mean of all heads {words.percent(mean)}, isolated: on the Q/K/V of the dense prefill. Each cell is a head, "
+        "its mark the pattern, orange the head on the right; click another."
     )
     labels = [[words.label(pattern) for pattern in row] for row in draft.patterns]
     kinds = [[pattern.kind for pattern in row] for row in draft.patterns]

@@ -207,10 +207,10 @@ def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target:
     families = " · ".join(f"{count} {kind}" for kind, count in figures["families"].items())
     uniform = figures["uniform_at_equal_pairs"]["missed_mass_worst_prompt"]
     st.caption(
-        f"{families}. {words.count(len(allocation.stayed_dense), 'head')} with no candidate in reach. Worst prompt "
-        f"misses {words.percent(figures['missed_mass_worst_prompt'])}; the best single setting at equal computed pairs "
-        f"{words.percent(uniform)}. Cost model: {words.percent(found.cost.fit.median_error)} median error over "
-        f"{found.cost.fit.samples:,} timed layers."
+        f"{families}. {words.count(len(allocation.stayed_dense), 'head')} with no candidate in reach. Losses are "
+        f"isolated. Worst prompt misses {words.percent(figures['missed_mass_worst_prompt'])}; the best single setting "
+        f"at equal computed pairs {words.percent(uniform)}. Cost model: {words.percent(found.cost.fit.median_error)} "
+        f"median error over {found.cost.fit.samples:,} timed layers."
     )
     if said.slower_layers:
         st.caption(
@@ -328,10 +328,11 @@ def why(found: Found, allocation: Allocation, target: Target) -> None:
         told = explain(found.table, found.cost, target, allocation, [(layer, head)])[0]
         st.markdown(told.sentence)
         prompts_word = words.count(len(found.table.prompts), "prompt")
-        st.caption(
+        story = (
             f"On its own, {told.win_rate:.0%} of {prompts_word} would choose this family and {told.same_rate:.0%} this "
             f"candidate. It loses most on {told.worst_prompt}: {words.percent(told.worst_loss)}."
         )
+        st.caption(words.escaped(story))  # prompts of a run folder have names of a person's own
         for option, what in ((told.smaller, "Less budget"), (told.larger, "More budget")):
             if option is not None:
                 st.caption(f"{what}: {option.label} misses {words.percent(option.loss)} in {option.ms:.2f} ms.")

@@ -203,7 +203,7 @@ def outcome(held: Lab, seen: View, run: Run, draft: Draft) -> None:
         st.error(words.plain_markdown(sentence(error)))
         return
     was = "" if before is None else f", before {words.label(old)}"
-    st.caption(f"{widgets.pattern_text(detail.measurement)}{was}")
+    st.caption(f"{widgets.pattern_text(detail.measurement)}{was} · isolated loss, on the Q/K/V of the dense prefill")
     st.markdown(widgets.sentence(detail))
     widgets.numbers(detail, before)
     widgets.maps(detail, seen, "tune")

@@ -55,6 +55,7 @@ def evidence(measurement: HeadMeasurement, run: Run) -> dict[str, Any]:
         "computed_density": measurement.computed_density,
         "computed_pairs": measurement.computed_pairs,
         "time_share_ms": measurement.time_share_ms,
+        "loss": "isolated",
         "run": run.id,
         "tokens": run.row.tokens,
         "prompt_sha256": run.row.prompt_sha256,
@@ -166,7 +167,8 @@ def round_trip(held: Lab, context: Context, row: ConfigRow, run: Run | None) -> 
         problems.append("the engine reads something else from the file than was written")
     heads, largest = 0, 0.0
     if run is None:
-        problems.append("its model has no run open here, so no head could be measured again")
+        why = "its run is no longer kept here" if row.run_id else "it comes from a search or a file, not from a run"
+        problems.append(f"{why}, so no head could be measured again: restore it as a run's draft, then save and check")
     else:
         problems += loaded.check(run.facts)
     if run is not None and not problems:

@@ -6,6 +6,7 @@ import polars as pl
 import streamlit as st
 
 from headscope.engine.errors import HeadscopeError
+from headscope.engine.mass import FLOOR
 from headscope.studio import charts, state, widgets, words
 from headscope.studio.draft import Draft
 from headscope.studio.lab import Lab
@@ -86,7 +87,7 @@ def all_numbers(detail: HeadDetail) -> None:
     )
     st.caption(
         "Isolated loss: on the Q/K/V of the dense prefill. Missed mass comes from two float32 log-sum-exps, so values "
-        "below 0.001 % are rounding."
+        f"below {100 * FLOOR:g} % are rounding."
     )
 
 

@@ -50,7 +50,8 @@ def page(title: str) -> tuple[Lab, View]:
     held, seen = state.lab(), state.view()
     if held.problem:
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.warning(f"{held.problem} Until then nothing is kept beyond this session.", icon=":material/database:")
+            problem = f"{held.problem} Until then nothing is kept beyond this session."
+            st.warning(words.escaped(problem), icon=":material/database:")
             if st.button("Try again", key="reopen") and held.reopen():
                 seen.good_news = "The database is open; what this session made is in it now."
                 st.rerun()
@@ -120,7 +121,7 @@ def progress(held: Lab, seen: View) -> Job | None:
         elif job.stop.is_set():
             text = "Stopping after this layer"
         left, right = st.columns([6, 1], vertical_alignment="bottom")
-        left.progress(job.share, text=f"{text} · {words.milliseconds(job.seconds * 1e3)}")
+        left.progress(job.share, text=words.escaped(f"{text} · {words.milliseconds(job.seconds * 1e3)}"))
         if right.button("Cancel", key=f"cancel-{job.id}", width="stretch", disabled=job.stop.is_set()):
             job.cancel()
 
@@ -144,7 +145,9 @@ def finished(held: Lab, seen: View) -> None:
     if job.state == "failed":
         st.error(words.plain_markdown(job.error))
     elif job.state == "cancelled":
-        st.info("Cancelled: nothing of that run was kept, and what you had is unchanged.")
+        kept = "what was measured is kept, and the same search goes on from there"
+        nothing = "nothing of it was kept, and what you had is unchanged"
+        st.info(f"Cancelled: {kept if job.kind == 'search' else nothing}.")
     elif job.kind == "run":
         seen.run_id, seen.extra["fresh"] = job.result, True
     elif job.kind == "compare":

@@ -88,7 +88,11 @@ def inert(text: str) -> str:
 def plain_markdown(text: str) -> str:
     """A sentence for a message box, with everything that markdown would read taken as text."""
     text = text.strip()
-    text = text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+    return escaped(text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else "."))
+
+
+def escaped(text: str) -> str:
+    """Text that markdown shows as it is."""
     return re.sub(r"([\\`*_{}\[\]()<>#+\-.!|$~:])", r"\\\1", text)
 
 

@@ -160,6 +160,8 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
     ):
         result = runner.invoke(cli.build(), [*base, *more])
         assert result.exit_code != 0 and words in str(result.exception), (more, result.exception)
+    with pytest.raises(ConfigError, match="numbers with commas"):
+        cli_search._numbers("--lengths", "many", int)
     with pytest.raises(ConfigError, match="no field"):
         cli_search.parse_estimator("colour=red")
     assert cli_search.parse_estimator("rows=32, where=half") == Estimator(32, "half")
@@ -174,3 +176,5 @@ def test_predictions_and_targets_move_without_a_run(planted: Any) -> None:
     assert tight.allocation.prediction.attention_ms >= found.allocation.prediction.attention_ms
     assert loose.allocation.prediction.attention_ms < found.allocation.prediction.attention_ms
     assert np.all(tight.allocation.prediction.loss_worst <= 0.001)
+    assert tight.config.provenance["hardware"] == found.config.provenance["hardware"]
+    assert tight.config.provenance["parent"] == found.config.provenance["parent"]

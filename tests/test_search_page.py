@@ -93,6 +93,11 @@ def test_a_search_started_on_the_page_lands_in_the_store_as_rows_and_a_version(h
     assert held.store.search_rows(row["id"]).height == 2 * 18 * 5
     version = held.store.config(row["config_id"])
     assert version is not None and version.provenance["made_by"] == "search" and len(version.heads) == 3
+    found = seen.extra["search-found"]
+    target = Target(max_missed=0.05)
+    assert "cpu" in version.provenance["hardware"]
+    found.cost.machine["hardware"] = "a machine"
+    assert found.config(found.allocate(target), target).provenance["hardware"] == "a machine"
     notes = version.heads[0][0][1]
     assert notes is not None and "missed_mass_mean" in notes["evidence"]
     assert "Cost model" in shown(test) and test.metric[0].label == "attention, predicted"
@@ -210,6 +215,7 @@ def test_a_cancelled_search_goes_on_where_it_was(held: Lab) -> None:
     job = held.worker.submit(SESSION, "search", "Search", work)
     assert job.finished.wait(120) and job.state == "cancelled"
     assert held.store.searches() == []
+    assert "what was measured is kept" in shown(page(View(SESSION, born=0.0)))
     parts = list(search_view.folder_of(plan, held.load("smollm2").fingerprint, held.estimator).glob("parts/*/*.json"))
     assert len(parts) == 1
     searched(held)
