@@ -20,7 +20,7 @@ COMMANDS = {
     "check": "cli_run",
     "generate": "cli_run",
     "search": "cli_search",
-    "evaluate": "cli_search",
+    "evaluate": "cli_evaluate",
     "prompt": "cli_prompt",
     "convert": "cli_convert",
     "bench": "cli_bench",

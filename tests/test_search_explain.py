@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headscope.engine import cli, cli_search, files, search
+from headscope.engine import cli, cli_evaluate, cli_search, files, search
 from headscope.engine.config import HeadConfig
 from headscope.engine.errors import ConfigError
 from headscope.engine.estimator import Estimator
@@ -161,7 +161,7 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
         result = runner.invoke(cli.build(), [*base, *more])
         assert result.exit_code != 0 and words in str(result.exception), (more, result.exception)
     with pytest.raises(ConfigError, match="numbers with commas"):
-        cli_search._numbers("--lengths", "many", int)
+        cli_evaluate._numbers("--lengths", "many", int)
     with pytest.raises(ConfigError, match="no field"):
         cli_search.parse_estimator("colour=red")
     assert cli_search.parse_estimator("rows=32, where=half") == Estimator(32, "half")
