@@ -18,6 +18,7 @@ from headscope.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from headscope.engine.generate import Answer
+    from headscope.engine.host import HostProfile
     from headscope.engine.measure import LayerMeasurement
     from headscope.engine.model import LoadedModel
 
@@ -168,16 +169,21 @@ def generate(
             on_token=lambda n: progress(n, max_new_tokens),
             **options,
         )
+    length = int(ids.shape[1])
+    single = chosen.pick(length) if isinstance(chosen, ConfigSet) else chosen
+    why_dense = _why_dense(single, host, length)
     report: dict[str, Any] = {
-        "run": _run_facts(loaded, prompt_facts(text, int(ids.shape[1]), Path(prompt).stem, used)),
+        "run": _run_facts(loaded, prompt_facts(text, length, Path(prompt).stem, used)),
+        "ran_dense": why_dense,
         "sparse": sparse.to_dict(),
     }
     _show("sparse", sparse)
+    if why_dense:
+        note(f"{why_dense}: what is called sparse above ran dense.")
     if dense is not None:
         report |= {"dense": dense.to_dict(), "next_token_kl": next_token_kl(dense.logits, sparse.logits)}
         _show("dense", dense)
         _show_comparison(dense, sparse, report["next_token_kl"])
-    single = chosen.pick(int(ids.shape[1])) if isinstance(chosen, ConfigSet) else chosen
     if measure and single is not None:
         with bar("measuring in situ, layer by layer") as progress:
             measured = in_situ(loaded, ids, single, progress)
@@ -201,6 +207,14 @@ def parse_layers(text: str) -> tuple[int, ...]:
             raise ConfigError(f"--layers has the empty range {part.strip()}: write the smaller number first")
         found.update(range(first, last + 1))
     return tuple(sorted(found))
+
+
+def _why_dense(config: HeadConfig | None, host: HostProfile, length: int) -> str | None:
+    """Why `apply` leaves a prompt of this length dense, or None."""
+    if config is None:
+        return f"no config of the set covers {length} tokens"
+    below = host.dense_below_tokens(1)
+    return f"this machine's host profile keeps prompts under {below} tokens dense" if length < below else None
 
 
 def _read_config(path: Path) -> HeadConfig | ConfigSet:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from headscope.engine import AShape, HeadConfig, VerticalSlash
+from headscope.engine import AShape, HeadConfig, HostProfile, VerticalSlash, cli, model
 from headscope.engine.encode import encode
 from headscope.engine.errors import PromptError
 from headscope.engine.generate import answer, next_token_kl
 from headscope.engine.inspection import in_situ, inspect_prompt, prompt_facts, starting_config, with_evidence
 from headscope.engine.model import LoadedModel
+from tests.studio_toy import toy
 
 EVERYTHING = VerticalSlash(vertical=10**6, slash=10**6)
 
@@ -123,3 +126,21 @@ def test_smollm2_prompt_encoding(smollm2: LoadedModel) -> None:
         encode(smollm2, "word " * 9000)
     with pytest.raises(PromptError, match="blank"):
         encode(smollm2, " \n\t")
+
+
+def test_a_prompt_that_this_machine_keeps_dense_is_not_called_sparse_in_silence(
+    tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "load_model", lambda name, **options: toy(tiny_llama))
+    monkeypatch.setenv("HEADSCOPE_HOST", str(HostProfile(dense_below={1: 4096}).save(tmp_path / "host.json")))
+    report = tmp_path / "report.json"
+    arguments = ["generate", "--model", "smollm2", "--prompt", "prose", "--max-new-tokens", "2", "--compare"]
+    with pytest.raises(SystemExit) as left:
+        cli.main([*arguments, "--no-template", "--json", str(report)])
+    assert not left.value.code and "under 4096 tokens dense" in capsys.readouterr().err
+    found = json.loads(report.read_text())
+    assert "4096" in found["ran_dense"] and found["next_token_kl"] == 0.0
+    HostProfile(dense_below={1: 8}).save(tmp_path / "host.json")
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--no-template", "--json", str(report)])
+    assert json.loads(report.read_text())["ran_dense"] is None and "ran dense" not in capsys.readouterr().err
