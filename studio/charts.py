@@ -67,7 +67,6 @@ def overview(
     metric: str,
     theme: Theme,
     *,
-    difference: bool = False,
     clicks: bool = True,
 ) -> go.Figure:
     """Layers x heads, one cell a head. `values` [layers, heads] are shares, NaN where not measured.
@@ -78,21 +77,16 @@ def overview(
     layers, heads = values.shape
     known = values[np.isfinite(values)]
     top = float(max(known.max() if known.size else 0.0, 0.01))
-    low = -top if difference else 0.0
-    if difference:
-        top = float(max(np.abs(known).max() if known.size else 0.0, 0.01))
-        low = -top
     figure = go.Figure(
         go.Heatmap(
-            z=values.astype(np.float32), zmin=low, zmax=top, hoverinfo="skip", xgap=1.5, ygap=1.5,
-            colorscale=theme.difference_scale if difference else theme.mass_scale,
-            colorbar=_bar(theme, metric, [low, 0, top] if difference else [0, top / 2, top]),
+            z=values.astype(np.float32), zmin=0.0, zmax=top, hoverinfo="skip", xgap=1.5, ygap=1.5,
+            colorscale=theme.mass_scale, colorbar=_bar(theme, [0, top / 2, top]),
         )
     )  # fmt: skip
     x, y = np.tile(np.arange(heads), layers), np.repeat(np.arange(layers), heads)
     flat = values.ravel()
     if layers * heads <= CLICKABLE_CELLS:
-        _pattern_marks(figure, kinds, x, y, np.nan_to_num((flat - low) / (top - low)), theme)
+        _pattern_marks(figure, kinds, x, y, np.nan_to_num(flat / top), theme)
     if edited:
         rows, cols = zip(*sorted(edited), strict=True)
         figure.add_scatter(
@@ -145,7 +139,7 @@ def _pattern_marks(
         )  # fmt: skip
 
 
-def _bar(theme: Theme, title: str, ticks: Sequence[float]) -> dict[str, object]:
+def _bar(theme: Theme, ticks: Sequence[float]) -> dict[str, object]:
     return {
         "thickness": 8, "len": 1.0, "y": 0.5, "outlinewidth": 0, "ticklen": 2, "tickvals": list(ticks), "x": 1.01,
         "ticktext": [percent(tick) for tick in ticks], "tickfont": {"size": 11, "color": theme.faint},

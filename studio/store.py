@@ -131,7 +131,14 @@ class Store:
                 names = [column[0] for column in result.description or ()]
                 return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
         except duckdb.Error as error:
-            raise StoreError(f"The studio's database could not be read ({type(error).__name__}).") from error
+            raise _read_error(error) from error
+
+    def _frame(self, query: str, values: Sequence[Any] = ()) -> pl.DataFrame:
+        try:
+            with self._connection.cursor() as cursor:
+                return cursor.sql(query, params=list(values)).pl()
+        except duckdb.Error as error:
+            raise _read_error(error) from error
 
     # models, prompts, runs, measurements
 
@@ -185,9 +192,8 @@ class Store:
 
     def measurement_frame(self, run_id: str) -> pl.DataFrame:
         """A run's measurements as a frame, for downloads."""
-        with self._connection.cursor() as cursor:
-            query = "SELECT * EXCLUDE (body) FROM head_measurements WHERE run_id = ? ORDER BY layer, head, measured_at"
-            return cursor.sql(query, params=[run_id]).pl()
+        query = "SELECT * EXCLUDE (body) FROM head_measurements WHERE run_id = ? ORDER BY layer, head, measured_at"
+        return self._frame(query, [run_id])
 
     def add_latency(self, run_id: str, config_id: str | None, kind: str, tokens: int, body: dict[str, Any]) -> None:
         """A timing of the whole model."""
@@ -230,8 +236,7 @@ class Store:
         """The measurements of a search, by prompt, layer, head and candidate."""
         query = """SELECT * EXCLUDE (search_id) FROM search_measurements WHERE search_id = ?
                    ORDER BY prompt_sha256, layer, head, candidate"""
-        with self._connection.cursor() as cursor:
-            return cursor.sql(query, params=[search_id]).pl()
+        return self._frame(query, [search_id])
 
     def searches(self, limit: int = 50) -> list[dict[str, Any]]:
         """Finished searches, newest first."""
@@ -296,8 +301,7 @@ class Store:
                           (SELECT count(*) FROM config_heads h WHERE h.config_id = c.id) AS heads,
                           c.model ->> '$.name' AS model
                    FROM configs c LEFT JOIN configs p ON p.id = c.parent_id ORDER BY c.number DESC"""
-        with self._connection.cursor() as cursor:
-            return cursor.sql(query).pl()
+        return self._frame(query)
 
     def add_draft(self, draft_id: str, sequence: int, body: dict[str, Any]) -> None:
         """One more state of a draft; the same sequence is written once."""
@@ -312,11 +316,6 @@ class Store:
         query = "SELECT sequence, body FROM drafts WHERE draft_id = ? ORDER BY sequence DESC LIMIT 1"
         rows = self._rows(query, [draft_id])
         return (rows[0]["sequence"], json.loads(rows[0]["body"])) if rows else None
-
-    def latest_draft(self) -> str | None:
-        """The id of the draft that was edited last."""
-        rows = self._rows("SELECT draft_id FROM drafts ORDER BY saved_at DESC, rowid DESC LIMIT 1")
-        return rows[0]["draft_id"] if rows else None
 
 
 def _open(path: Path | None) -> duckdb.DuckDBPyConnection:
@@ -384,6 +383,10 @@ def _open_error(error: duckdb.Error, path: Path) -> StoreError:
         f"{path.name} is damaged or is no headscope database: move it away and a new one is made, or choose another "
         "with --db."
     )
+
+
+def _read_error(error: duckdb.Error) -> StoreError:
+    return StoreError(f"The studio's database could not be read ({type(error).__name__}).")
 
 
 def _save_error(error: duckdb.Error, path: Path | None) -> StoreError:

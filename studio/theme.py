@@ -13,7 +13,7 @@ Scale = list[list[float | str]]
 
 @dataclass(frozen=True)
 class Theme:
-    """The palette of one mode. `mass` runs from nothing to all, `difference` from better to worse around zero."""
+    """The palette of one mode. `mass` runs from nothing to all."""
 
     name: str
     background: str
@@ -25,18 +25,12 @@ class Theme:
     missed: str
     wash: str
     mass: tuple[str, ...]
-    difference: tuple[str, ...]
     patterns: dict[str, str]
 
     @property
     def mass_scale(self) -> Scale:
         """`mass` as a plotly scale."""
         return _scale(self.mass)
-
-    @property
-    def difference_scale(self) -> Scale:
-        """`difference` as a plotly scale."""
-        return _scale(self.difference)
 
 
 def _scale(colours: tuple[str, ...]) -> Scale:
@@ -72,7 +66,6 @@ LIGHT = Theme(
     missed="#c2570c",
     wash="#e8853a",
     mass=("#f4f7f9", "#d5e6ee", "#a3cddd", "#62a9c6", "#2d7fab", "#1a5585", "#0c2a4f"),
-    difference=("#1a5585", "#62a9c6", "#d5e6ee", "#f6f6f6", "#f7d9bf", "#e8853a", "#8f3a04"),
     patterns={
         "dense": "#5d6b78",
         "a-shape": "#8a5fa8",
@@ -93,7 +86,6 @@ DARK = Theme(
     missed="#f0924a",
     wash="#e8853a",
     mass=("#151d26", "#17354d", "#1a5577", "#2a7ea1", "#54a9c0", "#9bd2d6", "#f1f8ea"),
-    difference=("#9bd2d6", "#2a7ea1", "#17354d", "#1a222b", "#4d2c12", "#c96a22", "#ffcfa3"),
     patterns={
         "dense": "#9aa8b4",
         "a-shape": "#c5a0df",
