@@ -81,17 +81,20 @@ def save_draft(held: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple
         tiles=TILES_VERSION,
         estimator=draft.estimator.to_dict(),
         model=run.facts.to_dict(),
-        provenance=provenance(run, parent),
+        provenance=provenance(run, draft),
         audit={},
     )
     return stored, held.keep_draft(draft.onto(title(stored), stored.id, draft.patterns, draft.estimator))
 
 
-def provenance(run: Run, parent: str | None) -> dict[str, Any]:
-    """How a version made by hand came to be."""
+def provenance(run: Run, draft: Draft) -> dict[str, Any]:
+    """How a version made by hand came to be, and on what: a version, a search's choice or the start."""
+    base, parent, edits = draft.standing
     return {
         "created": now().isoformat(),
         "made": "by hand in the studio",
+        "stands_on": base,
+        "edits": edits,
         "versions": run.row.versions,
         "device": run.row.device,
         "dtype": run.row.dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from headscope.engine.estimator import Estimator
 from headscope.engine.measure import measure_heads
 from headscope.engine.model import LoadedModel
 from headscope.engine.patterns import AShape, BlockSparse, Dense, VerticalSlash
-from headscope.studio import charts, exports, prompts, state, words
+from headscope.studio import charts, exports, panels, prompts, state, words
 from headscope.studio.draft import Draft
 from headscope.studio.lab import Lab
 from headscope.studio.state import View
@@ -118,6 +119,48 @@ def test_clicks_tables_and_buttons_all_lead_to_the_head(held: Lab) -> None:
 def test_every_panel_about_a_head_draws(held: Lab, look: str) -> None:
     seen = View(SESSION, run_id=run_now(held), look=look, layer=1, head=3)
     ok(page("heads", seen))
+
+
+def test_the_panels_show_the_engines_numbers(held: Lab) -> None:
+    run = held.run(run_now(held))
+    grid = held.grid(run.id, state.start_grid(run.facts))
+    one = grid[1][3]
+    test = ok(page("heads", View(SESSION, run_id=run.id, look="numbers and areas", layer=1, head=3)))
+    rows = next(item.value for item in test.dataframe if list(item.value.columns) == ["number", "value"])
+    told = dict(zip(rows["number"], rows["value"], strict=True))
+    assert told["missed mass, mean of rows"] == words.percent(one.missed_mass_mean)
+    assert told["missed mass, 99th percentile of rows"] == words.percent(one.missed_mass_p99)
+    worst = f"{words.percent(one.missed_mass_worst)} at token {one.missed_mass_worst_row:,}"
+    assert told["missed mass, worst row"] == worst
+    assert told["output error, relative L2"] == words.percent(one.output_error)
+    assert told["output cosine to dense"] == f"{one.output_cosine:.5f}"
+    assert told["requested pairs"].startswith(f"{one.requested_pairs:,} ({words.percent(one.requested_density)}")
+    assert told["computed pairs"].startswith(f"{one.computed_pairs:,} ({words.percent(one.computed_density)}")
+    assert "below 0.001 % are rounding" in shown(test)
+    test = ok(page("heads", View(SESSION, run_id=run.id, look="GQA group", layer=1, head=4)))
+    rows = next(item.value for item in test.dataframe if "missed, mean" in item.value.columns)
+    assert list(rows["head"]) == ["L1 H3", "L1 H4", "L1 H5"]
+    assert list(rows["missed, mean"]) == [grid[1][head].missed_mass_mean for head in (3, 4, 5)]
+    assert list(rows["computes"]) == [grid[1][head].computed_density for head in (3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "missed", "sparse_ms", "says"),
+    [
+        ((0.30, 0.02, 0.01, -0.02), 0.31, 1.0, "**More budget.**"),
+        ((0.02, 0.30, 0.01, -0.02), 0.31, 1.0, "**Another pattern.**"),
+        ((0.02, 0.01, 0.30, -0.02), 0.31, 1.0, "**More sampling.**"),
+        ((0.02, 0.01, 0.30, -0.02), 0.31, 9.0, "dense below some length"),
+        ((0.001, 0.0, 0.0, 0.0), 0.001, 9.0, "keep this head dense at this length"),
+        ((0.001, 0.0, 0.0, 0.0), 0.001, 1.0, "a smaller budget may do"),
+    ],
+)
+def test_the_remedy_fits_the_largest_step(held: Lab, steps, missed: float, sparse_ms: float, says: str) -> None:
+    run = held.run(run_now(held))
+    detail = held.detail(run, 0, 0, AShape(4, 16))
+    measured = replace(detail.measurement, missed_mass_mean=missed)
+    detail = replace(detail, measurement=measured, index_ms=0.0, kernel_ms=sparse_ms, dense_ms=2.0)
+    assert says in panels.remedy(steps, detail)
 
 
 @pytest.mark.parametrize("metric", ["missed_mass_worst", "end", "computed_density", "output_error"])
@@ -296,6 +339,7 @@ def test_a_version_that_samples_otherwise_is_measured_and_kept_so(held: Lab) -> 
     metrics = {item.label: item.value for item in shows.metric}
     assert metrics["misses, mean"] == words.percent(mine.missed_mass_mean) and "2 rows (half)" in shown(shows)
     stored, draft = exports.save_draft(held, draft, run, "kept", "")
+    assert stored.provenance["stands_on"] == "v1 half" and stored.provenance["parent"] == version.id
     assert stored.estimator == other.to_dict() and draft.estimator == other
     assert stored.heads[1][2][1]["evidence"]["missed_mass_mean"] == mine.missed_mass_mean
     job = held.worker.submit("other", "export", "x", lambda context: exports.round_trip(held, context, stored, run))

@@ -296,3 +296,11 @@ def test_the_memory_store_behaves_alike() -> None:
 
 def test_locked_errors_are_store_errors() -> None:
     assert issubclass(StoreLocked, StoreError)
+
+
+def test_a_database_that_cannot_be_read_is_a_sentence() -> None:
+    store = Store(None)
+    store.close()
+    for read in (store.configs, store.runs, lambda: store.search_rows("x"), lambda: store.measurement_frame("x")):
+        with pytest.raises(StoreError, match="could not be read"):
+            read()
