@@ -16,7 +16,7 @@ from headscope.engine.model import LoadedModel
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_grid import default_grid
 from headscope.engine.search_table import Target
-from headscope.studio import search_view, state
+from headscope.studio import search_view, state, words
 from headscope.studio.lab import Lab
 from headscope.studio.search_view import Plan
 from headscope.studio.state import View
@@ -138,6 +138,33 @@ def test_the_choice_becomes_the_draft_and_is_measured_beside_its_prediction(held
     assert row_id == found.id and got["attention_ms"] > 0
     assert got["missed_mass_mean"] == pytest.approx(said["missed_mass_mean"], abs=1e-5)
     assert "predicted and measured" in shown(test)
+
+
+def test_the_figures_of_a_choice_are_the_engines(held: Lab) -> None:
+    searched(held)
+    seen = View(SESSION)
+    test = page(seen)
+    test.select_slider(key="search-limit").set_value(0.1).run()
+    found, target = seen.extra["search-found"], Target(max_missed=0.1)
+    allocation = found.allocate(target)
+    said, told = allocation.prediction, search_view.figures(found, allocation, target)
+    metrics = {item.label: (item.value, item.delta) for item in test.metric}
+    attention = words.milliseconds(said.attention_ms), f"dense {words.milliseconds(said.dense_attention_ms)}"
+    assert metrics["attention, predicted"] == attention
+    assert metrics["whole prefill, dense over sparse"][0] == f"{said.speedup:.2f}×"
+    missed = words.percent(said.loss_mean), f"worst head {words.percent(said.loss_worst)}"
+    assert metrics["missed mass, mean"] == missed
+    computed = words.percent(said.computed_pairs / said.causal_pairs)
+    assert metrics["computes, of causal pairs"][0] == computed
+    losses = found.table.stats["mean"][
+        np.arange(2)[:, None, None], np.arange(3)[:, None], np.arange(6), allocation.picked
+    ]
+    assert told["missed_mass_worst_prompt"] == pytest.approx(losses.mean((1, 2)).max())
+    text = shown(test)
+    assert f"Worst prompt misses {words.percent(told['missed_mass_worst_prompt'])}" in text
+    assert f"{words.count(len(allocation.stayed_dense), 'head')} with no candidate" in text
+    kinds = [found.settings.grid.candidates[int(number)].kind for number in allocation.picked.ravel()]
+    assert all(f"{kinds.count(kind)} {kind}" in text for kind in set(kinds))
 
 
 def test_the_draft_samples_as_the_search_did(held: Lab) -> None:
