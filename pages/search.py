@@ -285,10 +285,13 @@ def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Tar
             help="Runs this choice on the first calibration prompt and times it",
         ):  # fmt: skip
             said = search_view.predicted_for(found, allocation, target)
-            held.worker.submit(
-                seen.session, "search-check", label,
-                lambda context: (found.id, said, search_view.check_for_real(held, context, found, config)),
-            )  # fmt: skip
+            try:
+                held.worker.submit(
+                    seen.session, "search-check", label,
+                    lambda context: (found.id, said, search_view.check_for_real(held, context, found, config)),
+                )  # fmt: skip
+            except HeadscopeError as error:
+                seen.notice = str(error)
             st.rerun()
         st.download_button(
             "Config file", lambda: config.to_json().encode(), "headscope-search.json", "application/json",
