@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headscope.engine.bench_cases import CASES, Case, Shape, clustered_layout, plant, random_qkv
-from headscope.engine.errors import HeadscopeError
+from headscope.engine.errors import HeadscopeError, OptionError
 from headscope.engine.estimator import Estimator
 from headscope.engine.host import HostProfile
 from headscope.engine.patterns import VerticalSlash
@@ -104,9 +104,13 @@ def run(
     """Times dense and sparse attention of one layer at every length and batch size.
 
     Lengths that do not fit memory are left out with a row that says so. Raises `HeadscopeError` when a kernel
-    fails the correctness gate: a wrong kernel is not timed.
+    fails the correctness gate: a wrong kernel is not timed; `OptionError` when `impl` cannot serve here.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        backends.choose(impl, torch.empty(1, 1, 1, shape.head_dim, device=device, dtype=dtype))
+    except ValueError as problem:
+        raise OptionError(f"{problem}; auto takes the fastest that serves") from problem
     rows: list[Row] = []
     planted: list[dict[str, Any]] = []
     for batch in batches:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -41,9 +46,9 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     for name, module in COMMANDS.items():
-        app.command(name)(_interruptible(getattr(import_module(f"headscope.engine.{module}"), name)))
+        _register(app, name, getattr(import_module(f"headscope.engine.{module}"), name))
     for entry in entry_points(group=ENTRY_POINTS):
-        app.command(entry.name)(_interruptible(entry.load()))
+        _register(app, entry.name, entry.load())
     return app
 
 
@@ -52,11 +57,36 @@ def main(arguments: list[str] | None = None) -> None:
     # Threads that spin while they wait slow a small machine down threefold as soon as anything else runs on it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        build()(args=arguments)
+        with _nothing_begun():
+            app = build()
+        app(args=arguments)
     except HeadscopeError as error:
         raise SystemExit(_tell(str(error), error.exit_code)) from None
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise SystemExit(_tell(f"could not write the output ({error.strerror}): send it elsewhere", 1)) from None
     except MemoryError:
         raise SystemExit(_tell("not enough memory: take a shorter prompt or fewer layers", 1)) from None
+
+
+def _register(app: typer.Typer, name: str, command: Callable[..., Any]) -> None:
+    """Adds a command; its help keeps the paragraphs of the docstring, and the terminal breaks the lines."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(name, help="\n\n".join(" ".join(each.split()) for each in paragraphs))(_interruptible(command))
+
+
+@contextmanager
+def _nothing_begun() -> Iterator[None]:
+    """Ctrl-C while modules load leaves at once: an import that is broken off there ends in somebody's traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(_tell("interrupted; nothing was begun", 130)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,8 +101,10 @@ def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tell(message: str, code: int) -> int:
-    text = message[:1].upper() + message[1:].rstrip(".") + "."
-    print(text, file=sys.stderr)
+    first = message.split(maxsplit=1)[0] if message.strip() else ""
+    plain = first.rstrip(",;:").isalpha() and not os.path.exists(first)  # a name stays as it is written
+    text = (message[:1].upper() + message[1:] if plain else message).rstrip(".") + "."
+    print(text, file=sys.stderr, flush=True)
     return code
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from headscope.engine import bench as benching
 from headscope.engine import cli_output
 from headscope.engine.bench_cases import CASES, SHAPES
-from headscope.engine.errors import HeadscopeError
+from headscope.engine.errors import OptionError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -47,19 +47,20 @@ def bench(
     """
     cuda = torch.cuda.is_available()
     if shape not in SHAPES:
-        raise HeadscopeError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     kind = dtype or ("bf16" if cuda else "fp32")
     if kind not in _DTYPES:
-        raise HeadscopeError(f"--dtype must be one of {', '.join(_DTYPES)}, got {kind!r}")
+        raise OptionError(f"--dtype must be one of {', '.join(_DTYPES)}, got {kind!r}")
     chosen = [case for case in CASES if cases is None or cases in case.name]
     if not chosen:
-        raise HeadscopeError(f"--cases {cases!r} names none of {', '.join(case.name for case in CASES)}")
+        raise OptionError(f"--cases {cases!r} names none of {', '.join(case.name for case in CASES)}")
     tokens = _numbers("--lengths", lengths or ("4K,8K,32K,128K" if cuda else "512,1K"))
     report = benching.run(
         shape, SHAPES[shape], tokens, batches=_numbers("--batch", batch), dtype=_DTYPES[kind], impl=impl,
         cases=chosen, repeats=repeats, flex=flex, progress=cli_output.note,
     )  # fmt: skip
-    cli_output.out().print(_table(report))
+    console = cli_output.out()
+    console.print(_table(report, console.width))
     for found in report.planted:
         cli_output.note(
             f"planted structure at {found['length']} tokens: the index finds {found['columns_found']:.0%} of the "
@@ -84,23 +85,29 @@ def _numbers(option: str, text: str) -> list[int]:
         factor = {"K": 1024, "M": 1024 * 1024}.get(part[-1:], 1)
         digits = part if factor == 1 else part[:-1]
         if not digits.isdecimal() or not 1 <= int(digits) * factor <= 2**24:
-            raise HeadscopeError(f"{option} must be whole numbers such as 8K,128K, got {text[:60]!r}")
+            raise OptionError(f"{option} must be whole numbers such as 8K,128K, got {text[:60]!r}")
         found.append(int(digits) * factor)
     return sorted(set(found))
 
 
-def _table(report: benching.Report) -> Table:
+def _table(report: benching.Report, width: int = 130) -> Table:
+    """One row a measurement; below 118 columns the less needed are left out."""
+    narrow = width < 118
+    left_out = {"impl", "spread\nms", "TF/s", "error"} if narrow else set()
+    if all(row.to_flex is None for row in report.rows):
+        left_out.add("x\nflex")
     baseline = "cuDNN" if report.machine["device"] == "cuda" else "SDPA on the CPU"
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     table = Table(
         title=f"{report.shape}, {report.dtype}; baseline {baseline}; {where}", title_justify="left", box=SIMPLE_HEAD,
-        pad_edge=False,
+        pad_edge=False, show_edge=False, caption_justify="left",
+        caption="impl, spread, TF/s and error: in a terminal of 118 columns, or with --json" if narrow else None,
     )  # fmt: skip
-    for name in ("tokens", "batch"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("what", "impl"):
-        table.add_column(name, no_wrap=True)
     headers = (
+        "tokens",
+        "batch",
+        "what",
+        "impl",
         "median\nms",
         "spread\nms",
         "TF/s",
@@ -112,16 +119,18 @@ def _table(report: benching.Report) -> Table:
         "error",
     )
     for name in headers:
-        table.add_column(name, justify="right", no_wrap=True)
+        if name not in left_out:
+            table.add_column(name, justify="left" if name in ("what", "impl") else "right", no_wrap=True)
     for row in report.rows:
         if row.note:
             table.add_row(str(row.length), str(row.batch), row.note)
             continue
-        table.add_row(
+        shown = (
             str(row.length), str(row.batch), row.name, row.impl, f"{row.median_ms:.3f}", f"{row.spread_ms:.3f}",
             f"{row.tflops:.1f}", f"{row.density:.1%}", f"{row.to_baseline:.2f}", _number(row.index_ms, ".3f"),
             _number(row.with_index, ".2f"), _number(row.to_flex, ".2f"), _number(row.error, ".1e"),
         )  # fmt: skip
+        table.add_row(*(text for name, text in zip(headers, shown, strict=True) if name not in left_out))
     return table
 
 

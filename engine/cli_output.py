@@ -51,26 +51,36 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     files.write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", HeadscopeError)
 
 
-def heads_table(heads: Sequence[HeadMeasurement], title: str) -> Table:
-    """Heads, one a row, with what they miss and what they compute."""
-    table = Table(title=title, title_justify="left", pad_edge=False, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def heads_table(heads: Sequence[HeadMeasurement], title: str, width: int = 130) -> Table:
+    """Heads, one a row, with what they miss and what they compute; below 108 columns the less needed are left out."""
+    narrow = width < 108
+    left_out = ("missed\np99", "start/mid/end\n%") if narrow else ()
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption="p99 and thirds: in a terminal of 108 columns, or with --json" if narrow else None,
+        caption_justify="left",
+        show_edge=False,
+        pad_edge=False,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for name in ("layer", "head"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("pattern", overflow="fold")
-    for name in (
+    table.add_column("pattern", overflow="fold", min_width=14)
+    names = (
         "missed\nmean",
         "missed\nworst row",
         "missed\np99",
         "start/mid/end\n%",
         "output\nerror",
         "asked/done\ndensity %",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    )
+    for name in names:
+        if name not in left_out:
+            table.add_column(name, justify="right", no_wrap=True)
     for head in heads:
-        table.add_row(
-            str(head.layer),
-            str(head.head),
-            head.pattern.label,
+        shown = (
             _percent(head.missed_mass_mean),
             f"{_percent(head.missed_mass_worst)} @{head.missed_mass_worst_row}",
             _percent(head.missed_mass_p99),
@@ -78,6 +88,8 @@ def heads_table(heads: Sequence[HeadMeasurement], title: str) -> Table:
             f"{head.output_error:.3f}",
             f"{100 * head.requested_density:.1f}/{100 * head.computed_density:.1f}",
         )
+        kept = (text for name, text in zip(names, shown, strict=True) if name not in left_out)
+        table.add_row(str(head.layer), str(head.head), head.pattern.label, *kept)
     return table
 
 

@@ -14,7 +14,7 @@ from headscope.engine import cli_output
 from headscope.engine.cli_output import bar, note
 from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
-from headscope.engine.errors import ConfigError
+from headscope.engine.errors import ConfigError, OptionError
 
 if TYPE_CHECKING:
     from headscope.engine.generate import Answer
@@ -74,6 +74,8 @@ def inspect(
     """
     from headscope.engine.inspection import inspect_prompt, prompt_facts, with_evidence
 
+    if json is not None and save is not None and os.path.realpath(json) == os.path.realpath(save):
+        raise OptionError("--json and --save name the same file: give each its own")
     chosen = None if config is None else HeadConfig.load(config)
     wanted = None if layers is None else parse_layers(layers)
     loaded, text, ids, used = _load(model, prompt, template, device, dtype)
@@ -90,20 +92,20 @@ def inspect(
         "peak_mib": result.peak_mib,
         "peak_above_start_mib": result.peak_above_mib,
     }
-    if json is not None:
-        heads = [head.to_dict() for head in result.heads]
-        cli_output.write_json(json, {"run": run, "heads": heads, "layers": list(result.layers)})
-    if save is not None:
-        with_evidence(result, loaded, described).save(save)
     shown = result.worst(worst)
     title = f"{len(shown)} worst of {len(result.heads)} heads, {loaded.name}, {result.tokens} tokens"
     console = cli_output.out()
-    console.print(cli_output.heads_table(shown, title))
+    console.print(cli_output.heads_table(shown, title, console.width))
     mean = sum(head.missed_mass_mean for head in result.heads) / max(1, len(result.heads))
     console.print(
         f"mean missed mass {100 * mean:.2f}% (isolated) over {len(result.heads)} heads; {result.seconds:.1f} s, "
         f"peak memory {result.peak_mib:.0f} MiB ({result.peak_above_mib:.0f} above the start), kernels: {impl}"
     )
+    if json is not None:
+        heads = [head.to_dict() for head in result.heads]
+        cli_output.write_json(json, {"run": run, "heads": heads, "layers": list(result.layers)})
+    if save is not None:
+        with_evidence(result, loaded, described).save(save)
     for path in (json, save):
         if path is not None:
             note(f"wrote {path}")

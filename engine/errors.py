@@ -34,6 +34,12 @@ class ConfigMismatch(ConfigError):
     exit_code = 1
 
 
+class OptionError(HeadscopeError, ValueError):
+    """An option or argument that cannot be used, or not on this machine."""
+
+    exit_code = 2
+
+
 class CaptureError(HeadscopeError):
     """A prefill that could not be captured, stored or read back."""
 

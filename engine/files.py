@@ -51,7 +51,9 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes, error: type[He
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, raw)
     except (OSError, ValueError) as problem:
-        raise error(_cannot_write(Path(path), problem)) from problem
+        failed = error(_cannot_write(Path(path), problem))
+        failed.exit_code = 1  # nothing is wrong with what was given, whatever `error` stands for elsewhere
+        raise failed from problem
     return target
 
 

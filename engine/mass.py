@@ -35,7 +35,7 @@ def missed_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tens
     Exact for every row at any length: the sparse sum of exponentials over the dense one is the captured mass.
     """
     missed = -torch.expm1(lse_sparse.float() - lse_dense.float())
-    return torch.where(torch.isneginf(lse_dense), 0.0, missed).clamp(0.0, 1.0)
+    return torch.where(torch.isneginf(lse_dense), 0.0, missed).clamp(0.0, 1.0) + 0.0  # never -0
 
 
 def captured_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tensor:

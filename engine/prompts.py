@@ -97,6 +97,8 @@ def read_prompt(source: str | os.PathLike[str]) -> str:
 
     `PromptError` with one sentence for what is missing, empty, blank, binary, not UTF-8, or above 64 MiB.
     """
+    if not os.fspath(source).strip():
+        raise PromptError("No prompt is named: give a text file, or the name of a sample prompt such as code.")
     path = Path(source)
     if not os.path.exists(path) and path.suffix in ("", ".txt") and len(path.parts) <= 2:
         samples = {sample.name: sample.path for sample in list_prompts()}

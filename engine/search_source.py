@@ -12,7 +12,7 @@ import torch
 
 from headscope.engine.capture import check_ids, chosen_layers, stream
 from headscope.engine.encode import encode
-from headscope.engine.errors import PromptError
+from headscope.engine.errors import OptionError, PromptError
 from headscope.engine.prompts import list_prompts, read_folder
 from headscope.engine.search_measure import Cancel, SearchPrompt, Visit
 from headscope.kernels import backends
@@ -32,9 +32,12 @@ class ModelSource:
         return chosen_layers(self.loaded.facts, wanted)
 
     def check_impl(self, impl: str) -> str:
-        """`impl` if it can serve the model's device; ValueError otherwise."""
+        """`impl` if it can serve the model's device; OptionError otherwise."""
         probe = torch.empty(1, 1, 1, self.loaded.facts.head_dim, device=self.loaded.device, dtype=self.loaded.dtype)
-        backends.choose(impl, probe)
+        try:
+            backends.choose(impl, probe)
+        except ValueError as problem:
+            raise OptionError(f"{problem}; auto takes the fastest that serves") from problem
         return impl
 
     def stream(self, prompt: SearchPrompt, visit: Visit, layers: Sequence[int], cancel: Cancel | None) -> None:

@@ -52,6 +52,12 @@ def prompt(tmp_path: Path) -> Path:
     return path
 
 
+def cuda_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def one_sentence(text: str) -> bool:
     lines = [line for line in text.splitlines() if line.strip() and not line.endswith("...")]
     return len(lines) == 1 and lines[0].endswith(".") and "Traceback" not in text
@@ -117,6 +123,62 @@ def test_the_table_fits_its_width_in_full(
     out = capsys.readouterr().out
     assert "…" not in out and "vertical-slash 0.06n/0.12n" in out and "100.0/100.0/100.0" in out
     assert sum(line.split()[:1] == ["11"] for line in out.splitlines()) == 6
+
+    # A narrow terminal loses columns and says so; no column shrinks to a letter a line.
+    cli_output.Console(width=80).print(cli_output.heads_table(heads, "heads", 80))
+    out = capsys.readouterr().out
+    assert "…" not in out and "vertical-slash" in out and "--json" in out and "100.0%" in out
+    assert max(len(line) for line in out.splitlines()) <= 80 and len(out.splitlines()) < 32
+
+
+@pytest.mark.parametrize("command", [("bench",), ("search", "--model", "smollm2", "--prompts", ".", "--out", "x.json")])
+@pytest.mark.parametrize("impl", ["nonsense", "triton"])
+def test_an_impl_that_cannot_serve_is_one_sentence(
+    run: Run, monkeypatch: pytest.MonkeyPatch, make_tiny: Callable[..., LoadedModel], tmp_path: Path,
+    command: tuple[str, ...], impl: str,
+) -> None:  # fmt: skip
+    if impl == "triton" and cuda_here():
+        pytest.skip("triton serves here")
+    tiny = make_tiny("Llama")
+    monkeypatch.setattr(model, "load_model", lambda *_, **__: tiny)
+    monkeypatch.setattr("headscope.engine.search_source.load_prompts", lambda *_: [])
+    extra = ("--max-missed", "0.1") if command[0] == "search" else ()
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*command, *extra, "--impl", impl)
+    assert code == 2 and not out and one_sentence(err) and "impl" in err.lower() and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_a_failure_and_the_output_says_so(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("prompt", "--tokens", "300", "--out", "/dev/full")
+    assert code == 1 and not out and "disk is full" in err
+    command = [sys.executable, "-m", "headscope.engine.cli", "prompt", "code"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and one_sentence(done.stderr)
+
+
+def test_names_of_files_stay_as_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for name in ("folder", "empty.txt"):
+        code, _, err = run("inspect", "--model", "smollm2", "--prompt", name)
+        assert code == 2 and err.startswith(name)
+    code, _, err = run("inspect", "--model", "smollm2", "--prompt", "")
+    assert code == 2 and "No prompt is named" in err
+
+
+def test_json_and_save_may_not_be_one_file(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    code, _, err = run("inspect", "--model", "smollm2", "--prompt", "code", "--json", path, "--save", path)
+    assert code == 2 and one_sentence(err) and not path.exists()
+
+
+def test_ctrl_c_while_modules_load_is_130() -> None:
+    code = "import os, signal, sys; from headscope.engine import cli; "
+    code += "cli.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT); cli.main(['prompt'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and not done.stdout and one_sentence(done.stderr)
 
 
 @pytest.mark.model
