@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from headscope.engine import cli_output
 from headscope.engine.cli_output import bar
 from headscope.engine.cli_run import Device, Dtype, Force, Json, Model
 from headscope.engine.config import HeadConfig
-from headscope.engine.errors import ConfigError
+from headscope.engine.errors import ConfigError, OptionError, PromptError
 
 
 def evaluate(
@@ -59,9 +60,15 @@ def evaluate(
         "depths": _numbers("--depths", depths, float),
         "seeds": range(seeds),
     }
+    _check_ladder(ladder)  # before minutes are spent on the logits
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
     check_fits(found, loaded, force)
+    if ladder["kinds"] and max(ladder["lengths"]) > loaded.facts.max_position:
+        raise OptionError(
+            f"--lengths asks for {max(ladder['lengths'])} tokens and {loaded.name} has {loaded.facts.max_position} "
+            "positions: choose shorter ones"
+        )
     if force:
         found = found.forced_onto(loaded)
     if prompts is not None:
@@ -71,6 +78,9 @@ def evaluate(
         texts = encode_prompts(
             loaded, {n: s.read() for n, s in samples.items()}, {n: s.kind for n, s in samples.items()}, tokens, False
         )
+    for text in texts:
+        if len(text.ids) < 2:
+            raise PromptError(f"{text.name} has one token, and the first is never predicted: give a longer text")
     parts: list[list[Any]] = [[], [], []]
     with bar("comparing logits") as progress:
         for at, text in enumerate(texts):
@@ -92,9 +102,18 @@ def evaluate(
                 loaded, torch.tensor([texts[0].ids]), found, progress=lambda done, total, words: progress(done, total)
             )  # fmt: skip
     report = quality.report(parts[0], parts[1], cells, tasks, parts[2])
+    _show_quality(report)
     if json is not None:
         cli_output.write_json(json, {"config": found.digest(), "model": loaded.name} | report)
-    _show_quality(report)
+
+
+def _check_ladder(ladder: dict[str, Any]) -> None:
+    from headscope.engine.retrieval import check_request
+
+    if ladder["kinds"] and not (ladder["lengths"] and ladder["depths"]):
+        raise OptionError('--lengths and --depths need a number each; --kinds "" leaves the hidden answers out')
+    for kind, tokens, depth in product(ladder["kinds"], ladder["lengths"], ladder["depths"]):
+        check_request(kind, tokens, depth)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -64,6 +64,15 @@ class RetrievalPrompt:
     question_at: int
 
 
+def check_request(kind: str, tokens: int, depth: float) -> None:
+    """`PromptError` for what `retrieval_prompt` cannot make, without making it."""
+    if kind not in KINDS:
+        raise PromptError(f"The kind of a retrieval prompt is one of {', '.join(KINDS)}, got {kind[:40]!r}.")
+    check_tokens(tokens)
+    if isinstance(depth, bool) or not isinstance(depth, int | float) or not 0 <= depth <= 1:
+        raise PromptError(f"The depth of an answer is between 0 (start) and 1 (end), got {str(depth)[:40]}.")
+
+
 def retrieval_prompt(
     kind: str, tokens: int, depth: float, *, seed: int = 0, encode: Encode | None = None
 ) -> RetrievalPrompt:
@@ -71,11 +80,7 @@ def retrieval_prompt(
 
     `PromptError` if the kind is unknown, the depth is outside 0 to 1, or the length is out of range.
     """
-    if kind not in KINDS:
-        raise PromptError(f"The kind of a retrieval prompt is one of {', '.join(KINDS)}, got {kind[:40]!r}.")
-    check_tokens(tokens)
-    if isinstance(depth, bool) or not isinstance(depth, int | float) or not 0 <= depth <= 1:
-        raise PromptError(f"The depth of an answer is between 0 (start) and 1 (end), got {str(depth)[:40]}.")
+    check_request(kind, tokens, depth)
     parts = _parts(kind, seed)
     filler = _Lines(parts.filler)
     text, counted = fit(lambda size: _assemble(parts, filler.upto(size), depth)[0], tokens, encode)

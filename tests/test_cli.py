@@ -157,6 +157,22 @@ def test_a_full_disk_is_a_failure_and_the_output_says_so(run: Run, tmp_path: Pat
     assert done.returncode == 1 and one_sentence(done.stderr)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--kinds", "zzz"), ("--lengths", "5"), ("--lengths", ""), ("--depths", "nan"), ("--lengths", "1000000")],
+)
+def test_evaluate_refuses_before_it_measures(
+    run: Run, monkeypatch: pytest.MonkeyPatch, make_tiny: Callable[..., LoadedModel], tmp_path: Path,
+    options: tuple[str, str],
+) -> None:  # fmt: skip
+    tiny = make_tiny("Llama")
+    monkeypatch.setattr(model, "load_model", lambda *_, **__: tiny)
+    path = tmp_path / "config.json"
+    inspection.starting_config(tiny.facts).save(path)
+    code, out, err = run("evaluate", "--model", "tiny", "--config", path, *options)
+    assert code == 2 and not out and one_sentence(err)
+
+
 def test_names_of_files_stay_as_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
