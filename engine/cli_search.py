@@ -75,10 +75,15 @@ def search(
         ),
     ] = None,
     cost_model: Annotated[
-        Path | None, typer.Option("--cost-model", help="Use this cost model as it is; otherwise one is fitted.")
+        str | None,
+        typer.Option(
+            "--cost-model",
+            help="Use this file as it is, or tiles to count computed tiles whatever the machine; by default a model is "
+            "fitted to this machine.",
+        ),
     ] = None,
     estimator: Annotated[
-        str | None, typer.Option("--estimator", help="Such as rows=64,where=half,overlap=removed.")
+        str | None, typer.Option("--estimator", help="How the index samples, such as rows=64,where=tail,overlap=keep.")
     ] = None,
     layers: Annotated[str | None, typer.Option("--layers", help="Layers to search, such as 0,4-7.")] = None,
     layer_limit: Annotated[
@@ -114,7 +119,7 @@ def search(
 
     candidates = default_grid() if grid is None else Grid.load(grid)
     target = _target(max_missed, speedup, metric, Weight.none, layer_limit, dense_where_faster)
-    cost = None if cost_model is None else CostModel.load(cost_model)
+    cost = None if cost_model is None else CostModel.tiles() if cost_model == "tiles" else CostModel.load(cost_model)
     chosen = parse_estimator(estimator)
     wanted = None if layers is None else parse_layers(layers)
     folder = Path(f"{out}.run") if run is None else run
@@ -176,8 +181,10 @@ def _limits(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
 
 
 def parse_estimator(text: str | None) -> Estimator:
-    """`rows=64,where=half` as an estimator; ConfigError for anything else."""
-    values: dict[str, Any] = {}
+    """`rows=64,where=half` on top of the search's default; ConfigError for anything else."""
+    from headscope.engine.search_grid import SAMPLING
+
+    values: dict[str, Any] = SAMPLING.to_dict()
     for part in (text or "").split(","):
         if not part.strip():
             continue
@@ -326,4 +333,4 @@ def _show(report: dict[str, Any]) -> None:
             f"{100 * row['missed_mass_worst_prompt']:.2f}%{over}"
         )
     for row in report["explained"]:
-        console.print(f"layer {row['layer']} head {row['head']}: {row['sentence']} {row['blame']}")
+        console.print(f"layer {row['layer']} head {row['head']}: {row['sentence']} {row['blame']}".rstrip())

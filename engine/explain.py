@@ -177,7 +177,7 @@ def splits(
 
 
 def blame(split: LossSplit) -> str:
-    """One sentence on the largest of the four steps."""
+    """One sentence on the largest of the four steps; nothing where nearly no mass is missed, as in a dense head."""
     names = (
         "the budget is too small even for the best cells",
         "the pattern family does not fit this head",
@@ -185,6 +185,6 @@ def blame(split: LossSplit) -> str:
         "the tile expansion",
     )
     if split.computed < 1e-4:
-        return "Nothing to blame: almost no mass is missed."
+        return ""
     largest = max(range(3), key=lambda at: split.steps[at])
     return f"Mostly {names[largest]} ({split.steps[largest]:.2%} of {split.computed:.2%} missed)."

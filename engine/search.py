@@ -23,7 +23,7 @@ from headscope.engine.estimator import Estimator
 from headscope.engine.inspection import hardware, versions
 from headscope.engine.patterns import Dense
 from headscope.engine.search_cost import CostModel
-from headscope.engine.search_grid import Grid, default_grid
+from headscope.engine.search_grid import SAMPLING, Grid, default_grid
 from headscope.engine.search_measure import (
     Cancel,
     Progress,
@@ -88,9 +88,7 @@ def search_config(
     returns the same result. Raises SearchError, ConfigError, PromptError or Cancelled, each one sentence.
     """
     source = ModelSource(loaded)
-    settings = Settings(
-        source.layers(layers), grid or default_grid(), estimator or Estimator(), source.check_impl(impl)
-    )
+    settings = Settings(source.layers(layers), grid or default_grid(), estimator or SAMPLING, source.check_impl(impl))
     measured = measure(
         source, prompts, settings, Path(folder), facts=loaded.facts.to_dict(), progress=progress, cancel=cancel
     )

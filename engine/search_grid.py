@@ -13,11 +13,17 @@ from typing import Any
 
 from headscope.engine import files
 from headscope.engine.errors import ConfigError, PromptError
+from headscope.engine.estimator import Estimator
 from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Fraction, Pattern, VerticalSlash, from_dict
 from headscope.kernels.layout import TILE, HeadPlan, max_windows
 
 FORMAT = "headscope.search-grid/1"
 MOST_CANDIDATES = 200
+
+SAMPLING = Estimator(rows=64, where="half", overlap="removed")
+"""What a search samples unless told otherwise. Under it 249 of smollm2's 270 heads have a candidate that misses at
+most 2 % on three prompts of 2,040 tokens; under the published tail of 64 rows 173 have. `Estimator()` itself stays
+the tail, whose choice does not change when a prompt is prefilled in chunks."""
 
 SIMPLICITY = {"dense": 0, "a-shape": 1, "vertical-slash": 2, "block-sparse": 3, "fixed": 4}
 """What a tie prefers: no index at all, then positions alone, then lists of lines, then lists of blocks."""

@@ -26,7 +26,7 @@ from headscope.engine.search_check import Checked, check_prompt
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_front import Front
 from headscope.engine.search_grid import FORMAT as GRID_FORMAT
-from headscope.engine.search_grid import Grid
+from headscope.engine.search_grid import SAMPLING, Grid
 from headscope.engine.search_measure import STATS, PromptResult, SearchError, SearchPrompt, Settings, Step
 from headscope.engine.search_source import ModelSource, encode_prompts
 from headscope.engine.search_table import Allocation, Table, Target, allocate, fronts
@@ -113,8 +113,8 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
     loaded = held.load(plan.model, context)
     prompts = calibration(held, plan)
     source = ModelSource(loaded)
-    settings = Settings(source.layers(None), plan.grid, held.estimator)
-    folder = folder_of(plan, loaded.fingerprint, held.estimator)
+    settings = Settings(source.layers(None), plan.grid, SAMPLING)
+    folder = folder_of(plan, loaded.fingerprint, SAMPLING)
 
     def told(step: Step) -> None:
         context.step(step.done, step.total, f"{step.words}, about {_span(step.seconds_left)} left")

@@ -61,7 +61,7 @@ def test_the_largest_step_is_blamed() -> None:
     assert "pattern family" in blame(LossSplit(0.01, 0.2, 0.21, 0.2, 10, False))
     assert "sampled rows" in blame(LossSplit(0.01, 0.02, 0.3, 0.29, 10, False))
     assert "budget" in blame(LossSplit(0.2, 0.21, 0.22, 0.2, 10, False))
-    assert "Nothing" in blame(LossSplit(0.0, 0.0, 0.0, 0.0, 10, False))
+    assert blame(LossSplit(0.0, 0.0, 0.0, 0.0, 10, False)) == ""
 
 
 def test_drift_is_what_held_out_prompts_lose_beyond_the_calibrated(planted: Any) -> None:
@@ -164,7 +164,8 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
         cli_evaluate._numbers("--lengths", "many", int)
     with pytest.raises(ConfigError, match="no field"):
         cli_search.parse_estimator("colour=red")
-    assert cli_search.parse_estimator("rows=32, where=half") == Estimator(32, "half")
+    assert cli_search.parse_estimator("rows=32, where=tail") == Estimator(32, "tail", overlap="removed")
+    assert cli_search.parse_estimator(None) == SAMPLING
 
 
 def test_predictions_and_targets_move_without_a_run(planted: Any) -> None:

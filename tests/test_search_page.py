@@ -14,7 +14,7 @@ from headscope.engine.errors import ConfigError
 from headscope.engine.estimator import Estimator
 from headscope.engine.model import LoadedModel
 from headscope.engine.search_cost import CostModel
-from headscope.engine.search_grid import default_grid
+from headscope.engine.search_grid import SAMPLING, default_grid
 from headscope.engine.search_table import Target
 from headscope.studio import search_view, state, words
 from headscope.studio.lab import Lab
@@ -168,13 +168,11 @@ def test_the_figures_of_a_choice_are_the_engines(held: Lab) -> None:
 
 
 def test_the_draft_samples_as_the_search_did(held: Lab) -> None:
-    held.estimator = Estimator(rows=8, where="half")
     searched(held)
-    held.estimator = Estimator()
     seen = View(SESSION)
     press(page(seen), "search-apply")
     draft = held.draft(f"{SESSION}-{seen.extra['search-found'].facts['fingerprint'][:12]}")
-    assert draft is not None and draft.estimator == Estimator(rows=8, where="half")
+    assert draft is not None and draft.estimator == SAMPLING != Estimator()
     assert draft.undone().estimator == Estimator()
 
 
@@ -243,7 +241,7 @@ def test_a_cancelled_search_goes_on_where_it_was(held: Lab) -> None:
     assert job.finished.wait(120) and job.state == "cancelled"
     assert held.store.searches() == []
     assert "what was measured is kept" in shown(page(View(SESSION, born=0.0)))
-    parts = list(search_view.folder_of(plan, held.load("smollm2").fingerprint, held.estimator).glob("parts/*/*.json"))
+    parts = list(search_view.folder_of(plan, held.load("smollm2").fingerprint, SAMPLING).glob("parts/*/*.json"))
     assert len(parts) == 1
     searched(held)
     assert len(held.store.searches()) == 1
