@@ -18,6 +18,7 @@ from headscope.engine.model import LoadedModel
 from headscope.engine.oracle import LossSplit
 from headscope.engine.search_check import calibrated_losses, check_prompt, drift, one_against_all
 from headscope.engine.search_cost import CostModel
+from headscope.engine.search_grid import SAMPLING
 from headscope.engine.search_table import Target
 from tests.planted import PlantedSource, planted_prompts
 from tests.test_search import run
