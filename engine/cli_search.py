@@ -308,12 +308,17 @@ def _show(report: dict[str, Any]) -> None:
         f"{100 * report['computed_density']:.1f}% of the causal pairs computed"
     )
     checked = report["checked"]["calibration"]
-    console.print(
-        f"attention predicted {checked['predicted_attention_ms']:.0f} ms, measured {checked['attention_ms']:.0f} ms, "
-        f"dense {checked['dense_attention_ms']:.0f} ms; predicted speed-up of the whole prefill "
-        f"{predicted['speedup']:.2f}; cost model off by {100 * report['cost_fit']['median_error']:.0f}% (median)"
-    )
-    if report["slower_than_dense_layers"]:
+    measured = f"measured {checked['attention_ms']:.0f} ms, dense {checked['dense_attention_ms']:.0f} ms"
+    if report["cost_unit"] == "ms":
+        console.print(
+            f"attention predicted {checked['predicted_attention_ms']:.0f} ms, {measured}; predicted speed-up of the "
+            f"whole prefill {predicted['speedup']:.2f}; cost model off by "
+            f"{100 * report['cost_fit']['median_error']:.0f}% (median)"
+        )
+    else:
+        share = predicted["attention_ms"] / max(1e-9, predicted["dense_attention_ms"])
+        console.print(f"attention counts {100 * share:.0f}% of the tiles of dense; on this machine {measured}")
+    if report["slower_than_dense_layers"] and report["cost_unit"] == "ms":
         console.print(
             f"{len(report['slower_than_dense_layers'])} layers are predicted slower than dense at these lengths "
             "(--dense-where-faster leaves them dense; headscope bench --host finds the length where sparse wins)"

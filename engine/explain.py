@@ -77,13 +77,15 @@ def explain(
     alone = [fronts(table.only([at]), cost, target) for at in range(len(table.prompts))]
     wanted = set(places) if places is not None else None
     return [
-        _explain(table, target, allocation, front, [prompt[number] for prompt in alone])
+        _explain(table, cost, target, allocation, front, [prompt[number] for prompt in alone])
         for number, front in enumerate(made)
         if wanted is None or (front.layer, front.head) in wanted
     ]
 
 
-def _explain(table: Table, target: Target, allocation: Allocation, front: Front, alone: Sequence[Front]) -> Explanation:
+def _explain(
+    table: Table, cost: CostModel, target: Target, allocation: Allocation, front: Front, alone: Sequence[Front]
+) -> Explanation:
     at = table.layers.index(front.layer)
     number = int(allocation.picked[at, front.head])
     chosen = front.every[number]
@@ -116,7 +118,7 @@ def _explain(table: Table, target: Target, allocation: Allocation, front: Front,
         worst_loss=float(table.stats["mean"][worst, at, front.head, number]),
         smaller=option(family[place - 1]) if place else None,
         larger=option(family[place + 1]) if place + 1 < len(family) else None,
-        sentence=_sentence(shown, option(runner), limit, target, front, allocation),
+        sentence=_sentence(shown, option(runner), limit, target, front, allocation, cost.unit),
     )
 
 
@@ -134,7 +136,13 @@ def _option(table: Table, at: int, head: int, point: Point) -> Option:
 
 
 def _sentence(
-    chosen: Option, runner: Option | None, limit: float, target: Target, front: Front, allocation: Allocation
+    chosen: Option,
+    runner: Option | None,
+    limit: float,
+    target: Target,
+    front: Front,
+    allocation: Allocation,
+    unit: str,
 ) -> str:
     if (front.layer, front.head) in allocation.stayed_dense:
         best = "" if runner is None else f" The nearest, {runner.label}, misses {runner.loss:.2%}."
@@ -147,12 +155,12 @@ def _sentence(
         why = f"is the fastest within {limit:.2%} of the families that its layer runs anyway"
     else:
         why = f"is the fastest that misses at most {limit:.2%} on every prompt"
-    text = f"{chosen.label} {why}: {chosen.loss:.2%} missed, {chosen.ms:.2f} ms."
+    text = f"{chosen.label} {why}: {chosen.loss:.2%} missed, {chosen.ms:.2f} {unit}."
     if runner is None:
         return text
     if runner.loss > limit + 1e-12:
         return f"{text} Outside its family the nearest is {runner.label}, which misses {runner.loss:.2%}."
-    return f"{text} Outside its family the best is {runner.label}: {runner.loss:.2%} missed, {runner.ms:.2f} ms."
+    return f"{text} Outside its family the best is {runner.label}: {runner.loss:.2%} missed, {runner.ms:.2f} {unit}."
 
 
 def splits(

@@ -318,6 +318,7 @@ def summary(allocation: Allocation, table: Table, cost: CostModel, target: Targe
         },
         "slower_than_dense_layers": list(prediction.slower_layers),
         "cost_fit": asdict(cost.fit),
+        "cost_unit": cost.unit,
     }
     if allocation.choice.relaxed_loss is not None:
         value["relaxed_total_loss"] = allocation.choice.relaxed_loss

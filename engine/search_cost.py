@@ -71,6 +71,11 @@ class CostModel:
         if any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < 1e12 for x in numbers):
             raise ConfigError("the coefficients of a cost model must be numbers of at least 0.")
 
+    @property
+    def unit(self) -> str:
+        """What the times of this model are in: `ms` of its machine, or `tiles` of none."""
+        return "tiles" if self.machine.get("unit") == "tiles" else "ms"
+
     def head_ms(self, pattern: Pattern, tokens: int, tile_cells: Any) -> Any:
         """One head of a sparse layer, its share of the layer's own cost left out; `tile_cells` may be an array."""
         entry = self.heads[pattern.kind]
