@@ -1,33 +1,41 @@
 """Timing of the kernels against torch's own attention: one interleaved run, medians with spread.
 
 Every setting passes a correctness gate (sampled rows against float64) before it is timed. The baseline is causal
-SDPA, forced to cuDNN on CUDA. Vertical-slash attention is timed on a fixed clustered index, since random inputs
-have no slashes to find; its index time is that of building an index of the same budget on the same inputs, and
-"with index" is the sum of the two.
+SDPA, forced to cuDNN on CUDA. On random inputs vertical-slash attention is timed on a fixed clustered index, since
+they have no slashes to find; its index time is that of building an index of the same budget on the same inputs, and
+"with index" is the sum of the two. On planted inputs and on real captures the online index itself is timed, and what
+it misses stands beside.
 """
 
 from __future__ import annotations
 
-import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headscope.engine import bench_flex, mass
 from headscope.engine.bench_cases import CASES, Case, Shape, clustered_layout, plant, random_qkv
-from headscope.engine.errors import HeadscopeError, OptionError
+from headscope.engine.bench_timing import Timing, baseline, gate, interleaved, machine
+from headscope.engine.capture import check_ids, chosen_layers, stream
+from headscope.engine.errors import OptionError
 from headscope.engine.estimator import Estimator
 from headscope.engine.host import HostProfile
-from headscope.engine.patterns import VerticalSlash
+from headscope.engine.patterns import AShape, VerticalSlash
 from headscope.kernels import backends, counts, membership
 from headscope.kernels.layout import TILE, Layout
 
-_GATE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-"""Largest relative error of the sampled rows."""
+if TYPE_CHECKING:
+    from headscope.engine.model import LoadedModel
+
+FIXED, ONLINE, EXACT = "fixed, clustered", "online", "by position"
+"""Whose cells a sparse row computes: a fixed list's, those that the online index chose, or the pattern's own."""
+
+_PLANTED = Case("planted vs 64/256", VerticalSlash(64, 256, sink=4, local=64))
+_PLANTED_LENGTHS = range(1024, 2**17 + 1)
+_LONG = 2**19
+"""From here on the baseline takes many seconds, and is warmed up on a short piece."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,9 @@ class Row:
     """One timed thing. Times in milliseconds; `spread_ms` is the distance between the quartiles.
 
     `density` is computed over causal pairs; `tflops` counts 4 D operations per computed pair; `to_baseline` is the
-    baseline's median over this one's, index apart; `with_index` the same with `index_ms` added.
+    baseline's median over this one's, index apart; `with_index` the same with `index_ms` added. `index` says whose
+    cells were computed, `missed_mean` and `missed_worst` what they miss: the mean over all heads, and the worst
+    head's. `layer` is that of a real capture.
     """
 
     length: int
@@ -52,11 +62,20 @@ class Row:
     to_flex: float | None = None
     error: float | None = None
     note: str = ""
+    index: str | None = None
+    missed_mean: float | None = None
+    missed_worst: float | None = None
+    layer: int | None = None
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of one run, and the machine they were measured on."""
+    """All rows of one run, and the machine they were measured on.
+
+    `dense_below` is the crossover per batch size that a host profile keeps, `crossovers` that of every sparse
+    setting; `prompt` says which prompt real captures came from.
+    """
 
     machine: dict[str, Any]
     shape: str
@@ -64,27 +83,11 @@ class Report:
     rows: tuple[Row, ...] = ()
     planted: tuple[dict[str, Any], ...] = ()
     dense_below: dict[int, int] = field(default_factory=dict)
+    crossovers: dict[str, dict[int, int]] = field(default_factory=dict)
+    prompt: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions."""
-    facts: dict[str, Any] = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(device.type),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "hardware": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        }  # fmt: skip
-    else:
-        facts |= {"hardware": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    return facts
 
 
 def run(
@@ -101,49 +104,108 @@ def run(
     flex: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Times dense and sparse attention of one layer at every length and batch size.
+    """Times dense and sparse attention of one layer at every length and batch size, on random inputs.
 
     Lengths that do not fit memory are left out with a row that says so. Raises `HeadscopeError` when a kernel
     fails the correctness gate: a wrong kernel is not timed; `OptionError` when `impl` cannot serve here.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        backends.choose(impl, torch.empty(1, 1, 1, shape.head_dim, device=device, dtype=dtype))
-    except ValueError as problem:
-        raise OptionError(f"{problem}; auto takes the fastest that serves") from problem
+    check_impl(impl, shape.head_dim, dtype, device)
     rows: list[Row] = []
     planted: list[dict[str, Any]] = []
     for batch in batches:
         for length in lengths:
             progress(f"{shape_name}, batch {batch}, {length} tokens")
+            scale = shape.head_dim**-0.5
             try:
-                rows += _one_length(shape, batch, length, dtype, device, impl, cases, repeats, flex)
-                if batch == batches[0] and 1024 <= length <= 2**17:
-                    planted.append(_planted(shape, length, dtype, device, impl))
+                q, k, v = random_qkv(shape, batch, length, dtype, device)
+                layer = Timed(q, k, v, scale, impl, repeats, progress)
+                del q, k, v
+                rows += layer.rows(cases, fixed=shape, flex=flex)
+                if batch == batches[0] and length in _PLANTED_LENGTHS:
+                    found, row = _planted(layer, shape)
+                    planted.append(found)
+                    rows.append(row)
             except torch.OutOfMemoryError as problem:
                 rows.append(_out_of_memory(length, batch, impl, problem))
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    return Report(
-        machine(device), shape_name, str(dtype).removeprefix("torch."), tuple(rows), tuple(planted), crossover(rows)
-    )
+    kind = str(dtype).removeprefix("torch.")
+    below = crossover(rows), crossovers(rows)
+    return Report(machine(device), shape_name, kind, tuple(rows), tuple(planted), *below)
+
+
+def run_captures(
+    loaded: LoadedModel,
+    input_ids: torch.Tensor,
+    *,
+    lengths: Sequence[int] | None = None,
+    layers: Iterable[int] | None = None,
+    impl: str = "auto",
+    cases: Sequence[Case] = CASES,
+    repeats: int = 5,
+    flex: bool = False,
+    prompt: dict[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Times the same settings on Q/K/V of a model's prefill of `input_ids` [1, S], with the online index.
+
+    `lengths` are prefixes of the prompt, by default all of it; `layers` four evenly spread ones by default. Raises
+    as `run` and `capture.stream`.
+    """
+    ids = check_ids(loaded, input_ids)
+    wanted = tuple(lengths or (ids.shape[1],))
+    if max(wanted) > ids.shape[1]:
+        raise OptionError(f"--lengths asks for {max(wanted)} tokens and the prompt has {ids.shape[1]}")
+    chosen = chosen_layers(loaded.facts, layers)
+    if layers is None and len(chosen) > 4:
+        chosen = tuple(chosen[round(part * (len(chosen) - 1) / 3)] for part in range(4))
+    check_impl(impl, loaded.facts.head_dim, loaded.dtype, loaded.device)
+    rows: list[Row] = []
+    for length in wanted:
+
+        def visit(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+            progress(f"{loaded.name}, layer {number}, {q.shape[2]} tokens")
+            layer = Timed(q.contiguous(), k.contiguous(), v.contiguous(), scale, impl, repeats, progress, number)
+            rows.extend(layer.rows(cases, flex=flex))
+
+        try:
+            stream(loaded, ids[:, :length], visit, layers=chosen, logits=False)
+        except torch.OutOfMemoryError as problem:
+            rows.append(_out_of_memory(length, 1, impl, problem))
+    kind = str(loaded.dtype).removeprefix("torch.")
+    return Report(machine(loaded.device), loaded.name, kind, tuple(rows), prompt=prompt)
+
+
+def check_impl(impl: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """`OptionError` when the named implementation cannot serve here."""
+    try:
+        backends.choose(impl, torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype))
+    except ValueError as problem:
+        raise OptionError(f"{problem}; auto takes the fastest that serves") from problem
+
+
+def crossovers(rows: Sequence[Row]) -> dict[str, dict[int, int]]:
+    """Per sparse setting on random inputs and batch size: the shortest measured length from which it wins.
+
+    With the index included. Where it never wins, one more than the longest measured length.
+    """
+    found: dict[str, dict[int, int]] = {}
+    of_case = [row for row in rows if row.with_index is not None and row.name != _PLANTED.name]
+    for name in dict.fromkeys(row.name for row in of_case):
+        for batch in sorted({row.batch for row in of_case if row.name == name}):
+            named = [row for row in of_case if (row.name, row.batch) == (name, batch)]
+            slower = [row.length for row in named if (row.with_index or 0.0) < 1.0]
+            faster = [row.length for row in named if row.length > max(slower, default=0)]
+            found.setdefault(name, {})[batch] = min(faster) if faster else max(slower) + 1
+    return found
 
 
 def crossover(rows: Sequence[Row]) -> dict[int, int]:
-    """Per batch size the shortest measured length from which vertical-slash, index included, beats the baseline.
-
-    Taken over the first vertical-slash case. Where it never wins, one more than the longest measured length.
-    """
-    found: dict[int, int] = {}
-    for batch in sorted({row.batch for row in rows}):
-        timed = sorted((r for r in rows if r.batch == batch and r.with_index is not None), key=lambda r: r.length)
-        named = [row for row in timed if row.name == timed[0].name]
-        if not named:
-            continue
-        slower = [row.length for row in named if (row.with_index or 0.0) < 1.0]
-        faster = [row.length for row in named if row.length > max(slower, default=0)]
-        found[batch] = faster[0] if faster else max(slower) + 1
-    return found
+    """The crossover per batch size of the first vertical-slash setting, or of the first setting at all."""
+    each = crossovers(rows)
+    names = [name for name in each if name.startswith("vs")] or list(each)
+    return each[names[0]] if names else {}
 
 
 def host_profile(report: Report) -> HostProfile:
@@ -151,192 +213,145 @@ def host_profile(report: Report) -> HostProfile:
     return HostProfile(machine=report.machine | {"shape": report.shape}, dense_below=report.dense_below)
 
 
-def _one_length(
-    shape: Shape, batch: int, length: int, dtype: torch.dtype, device: torch.device, impl: str,
-    cases: Sequence[Case], repeats: int, flex: bool,
-) -> list[Row]:  # fmt: skip
-    q, k, v = random_qkv(shape, batch, length, dtype, device)
-    scale = shape.head_dim**-0.5
-    starts = (0,) * batch
-    backend = backends.choose(impl, q)
-    errors = {"dense": _gate("dense", backend.dense(q, k, v, scale, starts), q, k, v, scale, None)}
-    work: dict[str, Callable[[], Any]] = {
-        "baseline": lambda: baseline(q, k, v),
-        "dense": lambda: backend.dense(q, k, v, scale, starts),
-    }
-    layouts: dict[str, Layout] = {}
-    for case in cases:
-        builder = _builder(backend, case, q, k, starts, scale)
-        layout = builder()[1]
-        if case.clustered and isinstance(case.pattern, VerticalSlash):
-            vertical, slash = case.pattern.vertical, case.pattern.slash
-            assert isinstance(vertical, int) and isinstance(slash, int)
-            layout = clustered_layout(shape, batch, length, vertical, slash, device)
-        layouts[case.name] = layout
-        errors[case.name] = _gate(case.name, backend.attend(q, k, v, layout, scale), q, k, v, scale, layout)
-        work[case.name] = lambda layout=layout: backend.attend(q, k, v, layout, scale)  # type: ignore[misc]
-        work[f"index {case.name}"] = builder
-    flexed = _flex(q, k, v, layouts, device) if flex else {}
-    times = interleaved(work | {f"flex {name}": call for name, call in flexed.items()}, repeats, device)
-    return _rows(shape, batch, length, backend.name, layouts, errors, times)
+@dataclass(frozen=True)
+class Timed:
+    """One layer's q [B, Hq, n, D], k and v [B, Hkv, n, D], and how it is to be timed."""
 
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    impl: str
+    repeats: int
+    progress: Callable[[str], None]
+    layer: int | None = None
 
-def _rows(
-    shape: Shape, batch: int, length: int, impl: str, layouts: dict[str, Layout], errors: dict[str, float],
-    times: dict[str, tuple[float, float]],
-) -> list[Row]:  # fmt: skip
-    """Table rows of one length from medians and spreads."""
-    causal = batch * shape.query_heads * length * (length + 1) // 2
-    base = times["baseline"][0]
-    rows = []
-    for name in ("baseline", "dense", *layouts):
-        median, spread = times[name]
-        pairs = int(counts.pairs(layouts[name]).sum()) if name in layouts else causal
-        index = times.get(f"index {name}", (None,))[0]
-        rows.append(
-            Row(
-                length=length,
-                batch=batch,
-                name=name,
-                impl="sdpa" if name == "baseline" else impl,
-                median_ms=median,
-                spread_ms=spread,
-                density=pairs / causal,
-                tflops=4 * shape.head_dim * pairs / median / 1e9,
-                to_baseline=base / median,
-                index_ms=index,
-                with_index=None if index is None else base / (median + index),
-                to_flex=times[f"flex {name}"][0] / median if f"flex {name}" in times else None,
-                error=errors.get(name),
+    @property
+    def backend(self) -> backends.Backend:
+        return backends.choose(self.impl, self.q)
+
+    def rows(self, cases: Sequence[Case], fixed: Shape | None = None, flex: bool = False) -> list[Row]:
+        """Baseline, dense and every case. `fixed` (the heads) times vertical-slash on clustered lists."""
+        q, k, v, scale, backend = self.q, self.k, self.v, self.scale, self.backend
+        starts = (0,) * q.shape[0]
+        dense = backend.dense(q, k, v, scale, starts)
+        checked = {"dense": _Checked(gate("dense", dense, q, k, v, scale, None), None)}
+        work: dict[str, Callable[[], Any]] = {
+            "baseline": lambda: baseline(q, k, v, scale),
+            "dense": lambda: backend.dense(q, k, v, scale, starts),
+        }
+        layouts: dict[str, Layout] = {}
+        for case in cases:
+            layout = self.build(case)[1]
+            if fixed is not None and case.clustered and isinstance(case.pattern, VerticalSlash):
+                vertical, slash = case.pattern.vertical, case.pattern.slash
+                assert isinstance(vertical, int) and isinstance(slash, int)
+                layout = clustered_layout(fixed, q.shape[0], q.shape[2], vertical, slash, q.device)
+            layouts[case.name] = layout
+            checked[case.name] = self._check(case.name, layout, dense[1])
+            work[case.name] = lambda layout=layout: backend.attend(q, k, v, layout, scale)  # type: ignore[misc]
+            work[f"index {case.name}"] = lambda case=case: self.build(case)  # type: ignore[misc]
+        del dense
+        # Everything else ran for the gate. A short piece is enough to load what a long baseline needs.
+        warm = {"baseline": work["baseline"]}
+        if q.shape[2] > _LONG:
+            warm["baseline"] = lambda: baseline(q[:, :, :4096], k[:, :, :4096], v[:, :, :4096], scale)
+        flexed = self._flex(layouts) if flex else {}
+        times = interleaved(work | flexed, self.repeats, q.device, warm | flexed)
+        return self._rows(layouts, checked, times, {case.name: _choice(case, fixed is not None) for case in cases})
+
+    def build(self, case: Case) -> tuple[Layout, Layout]:
+        """The requested and the computed cells of an index of this case."""
+        plans = [case.pattern.plan(self.k.shape[2])] * (self.q.shape[0] * self.q.shape[1])
+        starts = (0,) * self.q.shape[0]
+        made: tuple[Layout, Layout] = self.backend.build(self.q, self.k, plans, starts, self.scale, Estimator(), TILE)
+        return made
+
+    def _check(self, name: str, layout: Layout, dense_lse: torch.Tensor) -> _Checked:
+        """Passes the gate, and what the layout misses."""
+        result = self.backend.attend(self.q, self.k, self.v, layout, self.scale)
+        error = gate(name, result, self.q, self.k, self.v, self.scale, layout)
+        missed = mass.missed_mass(result[1], dense_lse).mean(-1, dtype=torch.float64)
+        return _Checked(error, (float(missed.mean()), float(missed.max())))
+
+    def _flex(self, layouts: dict[str, Layout]) -> dict[str, Callable[[], Any]]:
+        if reason := bench_flex.reason_to_skip(self.q, self.k):
+            self.progress(f"FlexAttention left out: {reason}")
+            return {}
+        made = bench_flex.calls(self.q, self.k, self.v, self.scale, layouts)
+        try:
+            for call in made.values():
+                call()
+        except RuntimeError as problem:  # what its compiler raises derives from it
+            self.progress(f"FlexAttention left out: {type(problem).__name__}: {str(problem)[:200]}")
+            return {}
+        return {f"flex {name}": call for name, call in made.items()}
+
+    def _rows(
+        self, layouts: dict[str, Layout], checked: dict[str, _Checked], times: dict[str, Timing], choice: dict[str, str]
+    ) -> list[Row]:
+        """Table rows from the timings of one layer."""
+        batch, heads, length, dim = self.q.shape
+        causal = batch * heads * length * (length + 1) // 2
+        base = times["baseline"].median
+        rows = []
+        for name in ("baseline", "dense", *layouts):
+            taken, passed = times[name], checked.get(name, _Checked(None, None))
+            pairs = int(counts.pairs(layouts[name]).sum()) if name in layouts else causal
+            index = times[f"index {name}"].median if name in layouts else None
+            flex = times.get(f"flex {name}")
+            rows.append(
+                Row(
+                    length=length,
+                    batch=batch,
+                    name=name,
+                    impl="sdpa" if name == "baseline" else self.backend.name,
+                    median_ms=taken.median,
+                    spread_ms=taken.spread,
+                    density=pairs / causal,
+                    tflops=4 * dim * pairs / taken.median / 1e9,
+                    to_baseline=base / taken.median,
+                    index_ms=index,
+                    with_index=None if index is None else base / (taken.median + index),
+                    to_flex=None if flex is None else flex.median / taken.median,
+                    error=passed.error,
+                    index=choice.get(name),
+                    missed_mean=None if passed.missed is None else passed.missed[0],
+                    missed_worst=None if passed.missed is None else passed.missed[1],
+                    layer=self.layer,
+                    rounds=taken.rounds,
+                )
             )
-        )
-    return rows
+        return rows
 
 
-def _builder(
-    backend: backends.Backend, case: Case, q: torch.Tensor, k: torch.Tensor, starts: tuple[int, ...], scale: float
-) -> Callable[[], tuple[Layout, Layout]]:
-    plans = [case.pattern.plan(k.shape[2])] * (q.shape[0] * q.shape[1])
-    return lambda: backend.build(q, k, plans, starts, scale, Estimator(), TILE)
+def _choice(case: Case, fixed: bool) -> str:
+    if isinstance(case.pattern, AShape):
+        return EXACT
+    return FIXED if fixed and case.clustered else ONLINE
 
 
-def baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal SDPA; cuDNN and nothing else on CUDA."""
-    if q.device.type == "cuda":
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+@dataclass(frozen=True)
+class _Checked:
+    """The error of the gate, and the missed mass (mean of all heads, worst head); None where there is none."""
+
+    error: float | None
+    missed: tuple[float, float] | None
 
 
-def interleaved(
-    work: dict[str, Callable[[], Any]], repeats: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """(median, quartile distance) in milliseconds of each entry, warmed up first, taken in turns."""
-    for call in work.values():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(repeats):
-        for name, call in work.items():
-            times[name].append(_time(call, device))
-    return {name: _summary(values) for name, values in times.items()}
-
-
-def _time(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        before = time.perf_counter()
-        call()
-        return (time.perf_counter() - before) * 1e3
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))
-
-
-def _summary(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], 0.0
-    quartiles = statistics.quantiles(values, n=4, method="inclusive")
-    return statistics.median(values), quartiles[2] - quartiles[0]
-
-
-def _gate(
-    name: str, result: tuple[torch.Tensor, torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    scale: float, layout: Layout | None,
-) -> float:  # fmt: skip
-    """Relative error of sampled rows of the first and last head against float64; `HeadscopeError` beyond the bound."""
-    length = k.shape[2]
-    rows = torch.tensor(sorted({0, length // 3, length // 2, max(0, length - 65), length - 1}), device=q.device)
-    columns = torch.arange(length, device=q.device)
-    table = membership.tables(layout) if layout is not None else None
-    worst = 0.0
-    for head in {0, q.shape[1] - 1}:
-        mask = columns[None, :] <= rows[:, None]
-        if layout is not None and table is not None:
-            mask = membership.cells(layout, table, slice(head, head + 1), rows, columns)[0]
-        keys, values = (x[0, head // (q.shape[1] // k.shape[1])].double() for x in (k, v))
-        scores = (q[0, head, rows].double() @ keys.T * scale).masked_fill(~mask, -torch.inf)
-        expected = scores.softmax(-1) @ values
-        error = (result[0][0, head, rows].double() - expected).norm() / expected.norm()
-        # Compared before `max`, which would lose a NaN.
-        if not float(error) <= _GATE[q.dtype]:
-            raise HeadscopeError(f"{name} at {length} tokens is wrong by {error:.1e} (relative), so it is not timed")
-        worst = max(worst, float(error))
-    return worst
-
-
-def _planted(shape: Shape, length: int, dtype: torch.dtype, device: torch.device, impl: str) -> dict[str, Any]:
-    """How much of a planted structure the online index finds."""
-    q, k, _ = random_qkv(shape, 1, length, dtype, device, seed=1)
-    q, k, planted = plant(q, k)
-    backend = backends.choose(impl, q)
-    pattern = VerticalSlash(min(64, length), min(256, length), sink=4, local=64)
-    plans = [pattern.plan(length)] * shape.query_heads
-    requested, _ = backend.build(q, k, plans, (0,), shape.head_dim**-0.5, Estimator(), TILE)
-    table = membership.tables(requested)
-    return {
+def _planted(layer: Timed, shape: Shape) -> tuple[dict[str, Any], Row]:
+    """How much of a planted structure the online index finds, and what that takes."""
+    length = layer.q.shape[2]
+    q, k, planted = plant(layer.q[:1], layer.k[:1])
+    inputs = replace(layer, q=q, k=k, v=layer.v[:1])
+    row = next(row for row in inputs.rows([_PLANTED]) if row.name == _PLANTED.name)
+    table = membership.tables(inputs.build(_PLANTED)[0])
+    found = {
         "length": length,
         "columns_found": float(table.column[:, list(planted.columns)].float().mean()),
         "distances_found": float(table.band[:, list(planted.distances)].float().mean()),
     }
-
-
-def _flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layouts: dict[str, Layout], device: torch.device
-) -> dict[str, Callable[[], Any]]:
-    """FlexAttention over the 128 x 128 tiles that hold any cell of the layout: its own granularity."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-    if device.type != "cuda" or k.shape[2] % 128 or k.shape[2] > 2**16:
-        return {}
-    compiled = torch.compile(flex_attention, dynamic=False)
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, layout in layouts.items():
-        tiles = _tiles(layout)
-        count = tiles.sum(-1, dtype=torch.int32)
-        order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        mask = BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=128, mask_mod=lambda b, h, row, column: row >= column)
-        calls[name] = lambda mask=mask: compiled(q, k, v, block_mask=mask, enable_gqa=True)  # type: ignore[misc]
-    return calls
-
-
-def _tiles(layout: Layout) -> torch.Tensor:
-    """bool [B, H, n / 128, n / 128]: tiles that hold a cell."""
-    table = membership.tables(layout)
-    side = layout.kv_len // 128
-    columns = torch.arange(layout.kv_len, device=layout.device)
-    found = torch.zeros(layout.batch, layout.heads, side, side, dtype=torch.bool, device=layout.device)
-    for sequence in range(layout.batch):
-        for head in range(layout.heads):
-            number = sequence * layout.heads + head
-            for block in range(side):
-                rows = torch.arange(block * 128, block * 128 + 128, device=layout.device)
-                near = columns[: (block + 1) * 128]
-                cells = membership.cells(layout, table, slice(number, number + 1), rows, near)[0]
-                found[sequence, head, block, : block + 1] = cells.any(0).view(-1, 128).any(-1)
-    return found
+    return found, row
 
 
 def _out_of_memory(length: int, batch: int, impl: str, problem: Exception) -> Row:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from headscope.engine.patterns import AShape, BlockSparse, Pattern, VerticalSlash
 from headscope.kernels import torch_index
-from headscope.kernels.layout import TILE, Layout
+from headscope.kernels.layout import PAD, TILE, HeadPlan, Layout
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ CASES = (
     Case("vs 1000/6096", VerticalSlash(1000, 6096, sink=4, local=64)),
     Case("vs 30/800", VerticalSlash(30, 800, sink=4, local=64)),
     Case("vs 3500/100", VerticalSlash(3500, 100, sink=4, local=64)),
+    Case("vs 500/700", VerticalSlash(500, 700, sink=4, local=64)),
     Case("a-shape 128/3968", AShape(128, 3968)),
     Case("blocks 100x64", BlockSparse(100, 64)),
+    Case("blocks 50x128", BlockSparse(50, 128)),
 )
 
 
@@ -62,20 +65,8 @@ def clustered_layout(
     Per head: random columns; the first 1,024 distances (or a tenth of a small budget) and clusters of 64
     contiguous ones at random offsets, up to the budgets.
     """
-    rng = random.Random(seed)
     count = batch * shape.query_heads
-    columns = torch.zeros(count, length, dtype=torch.bool)
-    distances = torch.zeros_like(columns)
-    near = min(length, 1024 if slash >= 2048 else max(16, slash // 10))
-    for head in range(count):
-        columns[head, rng.sample(range(length), min(vertical, length))] = True
-        distances[head, :near] = True
-        for _ in range(max(0, min(slash, length) - near) // 64):
-            at = rng.randrange(near, max(near + 1, length - 63))
-            distances[head, at : at + 64] = True
-    lengths = torch.full((count,), length, device=device)
-    windows, window_count = torch_index.positions(torch_index.run_windows(distances.to(device), lengths, TILE))
-    listed, column_count = torch_index.positions(columns.to(device))
+    windows, window_count, listed, column_count = _clustered(length, [(vertical, slash)] * count, device, seed)
 
     def none(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=device)
@@ -85,7 +76,59 @@ def clustered_layout(
         windows=windows, window_count=window_count, bands=none(count, 0, 2), band_count=none(count),
         columns=listed, column_count=column_count, blocks=none(0, 0, 0), block_count=none(0, 0),
         block_slot=(-1,) * count, block_size=(0,) * count,
+        plans=(HeadPlan(vertical=min(vertical, length), slash=min(slash, length), local=1),) * count,
     )  # fmt: skip
+
+
+def planted_layout(layout: Layout, patterns: Sequence[Pattern], seed: int = 0) -> Layout:
+    """`layout` with the lists of its vertical-slash heads replaced by clustered ones of the same budgets.
+
+    `layout` is what an index of these `patterns` (one per query head) computes for whole unpadded sequences. Heads of
+    other kinds, and those with a budget of windows, stay as they are.
+    """
+    plans = [pattern.plan(layout.kv_len) for pattern in patterns] * layout.batch
+    replaced = [head for head, plan in enumerate(plans) if plan.slash]
+    if not replaced:
+        return layout
+    budgets = [(plans[head].vertical, plans[head].slash) for head in replaced]
+    windows, window_count, columns, column_count = _clustered(layout.kv_len, budgets, layout.device, seed)
+    at = torch.tensor(replaced, device=layout.device)
+    kept = torch.ones(len(plans), dtype=torch.bool, device=layout.device)
+    kept[at] = False
+
+    def merged(old: torch.Tensor, old_count: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        most = int((old_count * kept).max())
+        lists = torch.full((len(plans), max(most, new.shape[1])), PAD, dtype=torch.int32, device=layout.device)
+        lists[kept, :most] = old[kept, :most]
+        lists[at, : new.shape[1]] = new
+        return lists
+
+    return replace(
+        layout,
+        windows=merged(layout.windows, layout.window_count, windows),
+        window_count=layout.window_count.clone().index_copy_(0, at, window_count),
+        columns=merged(layout.columns, layout.column_count, columns),
+        column_count=layout.column_count.clone().index_copy_(0, at, column_count),
+    )
+
+
+def _clustered(
+    length: int, budgets: Sequence[tuple[int, int]], device: torch.device, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Windows, their counts, columns and their counts, one head per (vertical, slash) budget."""
+    rng = random.Random(seed)
+    columns = torch.zeros(len(budgets), length, dtype=torch.bool)
+    distances = torch.zeros_like(columns)
+    for head, (vertical, slash) in enumerate(budgets):
+        near = min(length, 1024 if slash >= 2048 else max(16, slash // 10))
+        columns[head, rng.sample(range(length), min(vertical, length))] = True
+        distances[head, :near] = True
+        for _ in range(max(0, min(slash, length) - near) // 64):
+            at = rng.randrange(near, max(near + 1, length - 63))
+            distances[head, at : at + 64] = True
+    lengths = torch.full((len(budgets),), length, device=device)
+    windows = torch_index.positions(torch_index.run_windows(distances.to(device), lengths, TILE))
+    return *windows, *torch_index.positions(columns.to(device))
 
 
 def random_qkv(

@@ -1,4 +1,4 @@
-"""`headscope bench`: the kernels against torch's own attention on this machine."""
+"""`headscope bench`: the kernels against torch's own attention on this machine, and whole prefills."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headscope.engine import bench as benching
-from headscope.engine import cli_output
+from headscope.engine import bench_prefill, cli_output, files, interop
 from headscope.engine.bench_cases import CASES, SHAPES
+from headscope.engine.config import HeadConfig
 from headscope.engine.errors import OptionError
+from headscope.engine.host import HostProfile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -22,7 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def bench(
     lengths: Annotated[
         str | None,
-        typer.Option("--lengths", help="Tokens, comma-separated; K and M are 1,024 and its square. E.g. 8K,32K,128K."),
+        typer.Option("--lengths", help="Tokens, comma-separated; K and M are 1,024 and its square. E.g. 8K,32K,1M."),
     ] = None,
     shape: Annotated[str, typer.Option("--shape", help=f"Heads of a layer: {', '.join(SHAPES)}.")] = "llama3-8b",
     batch: Annotated[str, typer.Option("--batch", help="Batch sizes, comma-separated.")] = "1",
@@ -33,32 +35,63 @@ def bench(
     cases: Annotated[
         str | None, typer.Option("--cases", help="Part of the names of the sparse settings to run.")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed rounds.")] = 5,
-    flex: Annotated[bool, typer.Option("--flex", help="Time FlexAttention on the same tiles too (up to 64K).")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed rounds; fewer where they take long.")] = 5,
+    flex: Annotated[
+        bool, typer.Option("--flex", help="Time FlexAttention on the same tiles too (CUDA, up to 256K).")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
     host_profile: Annotated[
         bool, typer.Option("--host", help="Write the host profile: below which length this machine stays dense.")
     ] = False,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Time Q/K/V captured from this model on --prompt, not random ones.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="A text file or sample prompt; --lengths takes its beginnings.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Layers to capture, such as 0,4-7; otherwise four.")
+    ] = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Whole prefills with random weights, split into their parts.")
+    ] = False,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option("--config", help="With --prefill: a head config (ours or MInference's) to time; may be repeated."),
+    ] = None,
+    timed_layers: Annotated[
+        int | None, typer.Option("--timed-layers", min=1, help="With --prefill: layers that run; totals are scaled.")
+    ] = None,
 ) -> None:
     """Time dense and sparse attention of one layer against SDPA (forced to cuDNN on CUDA), in one interleaved run.
 
-    Every kernel passes a check against float64 before it is timed. Vertical-slash settings are timed on a fixed
-    clustered index; "with index" adds the time of building an index of the same budget.
+    Every kernel passes a check against float64 before it is timed. On random inputs vertical-slash settings are timed
+    on a fixed clustered index; "index in" adds the time of building an index of the same budget. With --model and
+    --prompt the online index itself is timed on real Q/K/V, with what it misses. With --prefill whole prefills are
+    timed, vertical-slash 1000/6096 in every head and each --config, dense below what the host profile says.
     """
     cuda = torch.cuda.is_available()
-    if shape not in SHAPES:
-        raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     kind = dtype or ("bf16" if cuda else "fp32")
     if kind not in _DTYPES:
         raise OptionError(f"--dtype must be one of {', '.join(_DTYPES)}, got {kind!r}")
+    _check_together(model, prompt, layers, prefill, host_profile, config, timed_layers)
+    if prefill:
+        _prefill(shape, lengths, _DTYPES[kind], impl, repeats, config or [], timed_layers, json_file)
+        return
+    if shape not in SHAPES:
+        raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     chosen = [case for case in CASES if cases is None or cases in case.name]
     if not chosen:
         raise OptionError(f"--cases {cases!r} names none of {', '.join(case.name for case in CASES)}")
-    tokens = _numbers("--lengths", lengths or ("4K,8K,32K,128K" if cuda else "512,1K"))
-    report = benching.run(
-        shape, SHAPES[shape], tokens, batches=_numbers("--batch", batch), dtype=_DTYPES[kind], impl=impl,
-        cases=chosen, repeats=repeats, flex=flex, progress=cli_output.note,
-    )  # fmt: skip
+    if model is not None and prompt is not None:
+        wanted = None if lengths is None else _numbers("--lengths", lengths)
+        report = _captured(model, prompt, layers, wanted, dtype, impl, chosen, repeats, flex)
+    else:
+        tokens = _numbers("--lengths", lengths or ("4K,8K,12K,16K,32K,128K" if cuda else "512,1K"))
+        report = benching.run(
+            shape, SHAPES[shape], tokens, batches=_numbers("--batch", batch), dtype=_DTYPES[kind], impl=impl,
+            cases=chosen, repeats=repeats, flex=flex, progress=cli_output.note,
+        )  # fmt: skip
     console = cli_output.out()
     console.print(_table(report, console.width))
     for found in report.planted:
@@ -68,14 +101,90 @@ def bench(
         )
     if json_file is not None:
         cli_output.write_json(json_file, _finite(report.to_dict()))
+    _tell_crossovers(report)
     if host_profile:
         path = benching.host_profile(report).save()
         cli_output.note(f"Wrote {path}: dense below {report.dense_below} tokens per batch size.")
-    elif report.dense_below:
-        for size, below in report.dense_below.items():
+
+
+def _check_together(
+    model: str | None, prompt: str | None, layers: str | None, prefill: bool, host: bool, config: list[Path] | None,
+    timed_layers: int | None,
+) -> None:  # fmt: skip
+    """`OptionError` for options that do not go together."""
+    if (model is None) != (prompt is None):
+        raise OptionError("--model and --prompt go together: real captures need both")
+    if layers is not None and model is None:
+        raise OptionError("--layers goes with --model: it says which layers to capture")
+    if prefill and model is not None:
+        raise OptionError("--prefill runs random weights of --shape: leave --model out")
+    if host and (prefill or model is not None):
+        raise OptionError("--host is measured on random inputs: leave --prefill and --model out")
+    if not prefill and (config or timed_layers is not None):
+        raise OptionError("--config and --timed-layers go with --prefill")
+
+
+def _captured(
+    model: str, prompt: str, layers: str | None, lengths: list[int] | None, dtype: str | None, impl: str,
+    cases: list[Any], repeats: int, flex: bool,
+) -> benching.Report:  # fmt: skip
+    """Real Q/K/V: the model prefills the prompt, or its beginnings, layer by layer."""
+    from headscope.engine.cli_run import parse_layers
+    from headscope.engine.encode import encode
+    from headscope.engine.inspection import prompt_facts
+    from headscope.engine.model import load_model
+    from headscope.engine.prompts import read_prompt
+
+    wanted = None if layers is None else parse_layers(layers)
+    text = read_prompt(prompt)
+    loaded = load_model(model, dtype=None if dtype is None else _DTYPES[dtype])
+    ids = encode(loaded, text, template=False)
+    facts = prompt_facts(text, ids.shape[1], Path(prompt).stem, False)
+    return benching.run_captures(
+        loaded, ids, lengths=lengths, layers=wanted, impl=impl, cases=cases, repeats=repeats, flex=flex, prompt=facts,
+        progress=cli_output.note,
+    )  # fmt: skip
+
+
+def _prefill(
+    shape: str, lengths: str | None, dtype: torch.dtype, impl: str, repeats: int, configs: list[Path],
+    timed_layers: int | None, json_file: Path | None,
+) -> None:  # fmt: skip
+    if shape not in bench_prefill.MODELS:
+        raise OptionError(f"--prefill runs the shapes {', '.join(bench_prefill.MODELS)}, got {shape!r}")
+    sizes = bench_prefill.MODELS[shape]
+    settings = bench_prefill.default_settings(sizes) + tuple(_setting(path) for path in configs)
+    tokens = _numbers("--lengths", lengths or ("4K,32K,128K" if torch.cuda.is_available() else "1K"))
+    report = bench_prefill.run_prefill(
+        shape, sizes, tokens, settings, timed_layers=timed_layers, dtype=dtype, impl=impl, repeats=repeats,
+        host=HostProfile.load(), progress=cli_output.note,
+    )  # fmt: skip
+    console = cli_output.out()
+    console.print(_prefill_table(report))
+    for row in report.rows:
+        if row.note:
+            cli_output.note(f"{row.length} tokens, {row.setting}: {row.note}")
+    if json_file is not None:
+        cli_output.write_json(json_file, _finite(report.to_dict()))
+
+
+def _setting(path: Path) -> bench_prefill.Setting:
+    """A head config file, ours or MInference's, as a setting."""
+    value = files.read_json(path)
+    ours = interop.detect(value, str(path)) == "headscope"
+    made = (
+        HeadConfig.from_dict(value, str(path)) if ours else interop.import_foreign(value, "minference", name=path.name)
+    )
+    return bench_prefill.Setting(path.stem[:40], tuple(made.patterns(layer) for layer in range(len(made.heads))))
+
+
+def _tell_crossovers(report: benching.Report) -> None:
+    for name, below in report.crossovers.items():
+        for size, tokens in below.items():
             longest = max(row.length for row in report.rows if row.batch == size)
-            never = f"sparse did not win up to {longest} tokens"
-            cli_output.note(f"batch {size}: " + (never if below > longest else f"sparse wins from {below} tokens"))
+            never = f"{name} did not win up to {longest} tokens"
+            text = never if tokens > longest else f"{name} wins from {tokens} tokens, index included"
+            cli_output.note(f"batch {size}: {text}")
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -96,15 +205,19 @@ def _table(report: benching.Report, width: int = 130) -> Table:
     left_out = {"impl", "spread\nms", "TF/s", "error"} if narrow else set()
     if all(row.to_flex is None for row in report.rows):
         left_out.add("x\nflex")
+    left_out.add("layer" if all(row.layer is None for row in report.rows) else "batch")
     baseline = "cuDNN" if report.machine["device"] == "cuda" else "SDPA on the CPU"
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    notes = ["impl, spread, TF/s and error: in a terminal of 118 columns, or with --json"] if narrow else []
+    if any(row.index == benching.FIXED for row in report.rows):
+        notes.append("* on a fixed clustered index; the index time is that of building one of the same budget")
     table = Table(
         title=f"{report.shape}, {report.dtype}; baseline {baseline}; {where}", title_justify="left", box=SIMPLE_HEAD,
-        pad_edge=False, show_edge=False, caption_justify="left",
-        caption="impl, spread, TF/s and error: in a terminal of 118 columns, or with --json" if narrow else None,
+        pad_edge=False, show_edge=False, caption_justify="left", caption="\n".join(notes) or None,
     )  # fmt: skip
     headers = (
         "tokens",
+        "layer",
         "batch",
         "what",
         "impl",
@@ -112,6 +225,7 @@ def _table(report: benching.Report, width: int = 130) -> Table:
         "spread\nms",
         "TF/s",
         "density",
+        "missed",
         "x\nbase",
         "index\nms",
         "x base,\nindex in",
@@ -123,14 +237,51 @@ def _table(report: benching.Report, width: int = 130) -> Table:
             table.add_column(name, justify="left" if name in ("what", "impl") else "right", no_wrap=True)
     for row in report.rows:
         if row.note:
-            table.add_row(str(row.length), str(row.batch), row.note)
+            cells = {"tokens": str(row.length), "batch": str(row.batch), "what": row.note}
+            table.add_row(*(cells.get(name, "") for name in headers if name not in left_out))
             continue
+        what = row.name + ("*" if row.index == benching.FIXED else "")
         shown = (
-            str(row.length), str(row.batch), row.name, row.impl, f"{row.median_ms:.3f}", f"{row.spread_ms:.3f}",
-            f"{row.tflops:.1f}", f"{row.density:.1%}", f"{row.to_baseline:.2f}", _number(row.index_ms, ".3f"),
+            str(row.length), "" if row.layer is None else str(row.layer), str(row.batch), what, row.impl,
+            f"{row.median_ms:.3f}", f"{row.spread_ms:.3f}", f"{row.tflops:.1f}", f"{row.density:.1%}",
+            _number(row.missed_mean, ".2%"), f"{row.to_baseline:.2f}", _number(row.index_ms, ".3f"),
             _number(row.with_index, ".2f"), _number(row.to_flex, ".2f"), _number(row.error, ".1e"),
         )  # fmt: skip
         table.add_row(*(text for name, text in zip(headers, shown, strict=True) if name not in left_out))
+    return table
+
+
+def _prefill_table(report: bench_prefill.PrefillReport) -> Table:
+    """Whole prefills, one setting a row: the parts of eq. 13 in seconds."""
+    where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    table = Table(
+        title=f"whole prefill, {report.model}, {report.dtype}, random weights; {where}", title_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    headers = (
+        "tokens",
+        "what",
+        "total s",
+        "proj.",
+        "index",
+        "attention",
+        "other",
+        "share",
+        "x dense",
+        "density",
+        "GiB",
+    )
+    for name in headers:
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
+    for row in report.rows:
+        if not math.isfinite(row.total_ms):
+            table.add_row(str(row.length), row.note, *[""] * 9)
+            continue
+        parts = (row.total_ms, row.projections_ms, row.index_ms, row.attention_ms, row.other_ms)
+        table.add_row(
+            str(row.length), row.setting, *(f"{part / 1e3:.3f}" for part in parts), f"{row.share:.0%}",
+            f"{row.to_dense:.2f}", f"{row.density:.1%}", f"{row.peak_mib / 1024:.1f}",
+        )  # fmt: skip
     return table
 
 
