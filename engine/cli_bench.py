@@ -160,7 +160,7 @@ def _prefill(
         host=HostProfile.load(), progress=cli_output.note,
     )  # fmt: skip
     console = cli_output.out()
-    console.print(_prefill_table(report))
+    console.print(_prefill_table(report, console.width))
     for row in report.rows:
         if row.note:
             cli_output.note(f"{row.length} tokens, {row.setting}: {row.note}")
@@ -205,7 +205,10 @@ def _table(report: benching.Report, width: int = 130) -> Table:
     left_out = {"impl", "spread\nms", "TF/s", "error"} if narrow else set()
     if all(row.to_flex is None for row in report.rows):
         left_out.add("x\nflex")
-    left_out.add("layer" if all(row.layer is None for row in report.rows) else "batch")
+    if all(row.layer is None for row in report.rows):
+        left_out.add("layer")
+    if len({row.batch for row in report.rows}) == 1 and (narrow or "layer" not in left_out):
+        left_out.add("batch")
     baseline = "cuDNN" if report.machine["device"] == "cuda" else "SDPA on the CPU"
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     notes = ["impl, spread, TF/s and error: in a terminal of 118 columns, or with --json"] if narrow else []
@@ -214,6 +217,7 @@ def _table(report: benching.Report, width: int = 130) -> Table:
     table = Table(
         title=f"{report.shape}, {report.dtype}; baseline {baseline}; {where}", title_justify="left", box=SIMPLE_HEAD,
         pad_edge=False, show_edge=False, caption_justify="left", caption="\n".join(notes) or None,
+        padding=(0, 0, 0, 1) if narrow else (0, 1),
     )  # fmt: skip
     headers = (
         "tokens",
@@ -251,12 +255,13 @@ def _table(report: benching.Report, width: int = 130) -> Table:
     return table
 
 
-def _prefill_table(report: bench_prefill.PrefillReport) -> Table:
+def _prefill_table(report: bench_prefill.PrefillReport, width: int = 130) -> Table:
     """Whole prefills, one setting a row: the parts of eq. 13 in seconds."""
+    narrow = width < 118
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     table = Table(
         title=f"whole prefill, {report.model}, {report.dtype}, random weights; {where}", title_justify="left",
-        box=SIMPLE_HEAD, pad_edge=False, show_edge=False,
+        box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1) if narrow else (0, 1),
     )  # fmt: skip
     headers = (
         "tokens",
@@ -271,17 +276,20 @@ def _prefill_table(report: bench_prefill.PrefillReport) -> Table:
         "density",
         "GiB",
     )
+    left_out = {"proj.", "other", "share"} if narrow else set()
     for name in headers:
-        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
+        if name not in left_out:
+            table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
     for row in report.rows:
         if not math.isfinite(row.total_ms):
-            table.add_row(str(row.length), row.note, *[""] * 9)
-            continue
-        parts = (row.total_ms, row.projections_ms, row.index_ms, row.attention_ms, row.other_ms)
-        table.add_row(
-            str(row.length), row.setting, *(f"{part / 1e3:.3f}" for part in parts), f"{row.share:.0%}",
-            f"{row.to_dense:.2f}", f"{row.density:.1%}", f"{row.peak_mib / 1024:.1f}",
-        )  # fmt: skip
+            shown: tuple[str, ...] = (str(row.length), row.note, *[""] * 9)
+        else:
+            parts = (row.total_ms, row.projections_ms, row.index_ms, row.attention_ms, row.other_ms)
+            shown = (
+                str(row.length), row.setting, *(f"{part / 1e3:.3f}" for part in parts), f"{row.share:.0%}",
+                f"{row.to_dense:.2f}", f"{row.density:.1%}", f"{row.peak_mib / 1024:.1f}",
+            )  # fmt: skip
+        table.add_row(*(text for name, text in zip(headers, shown, strict=True) if name not in left_out))
     return table
 
 
