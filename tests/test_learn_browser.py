@@ -16,11 +16,12 @@ from urllib.request import urlopen
 
 import pytest
 
+from headscope.studio.lessons import chart
 from headscope.studio.lessons.chapters import CHAPTERS
 
 pytestmark = pytest.mark.browser
 
-FIGURE = "[data-testid=stPlotlyChart]"
+FIGURE = ".headscope-figure"
 BELOW, BESIDE = 8, -1
 
 
@@ -38,6 +39,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )  # fmt: skip
     try:
         _wait_for(f"http://127.0.0.1:{port}/_stcore/health", server)
+        maps = Path(f"/proc/{server.pid}/maps")
+        assert not maps.exists() or "libtorch" in maps.read_text(), "answers before it has what a first page needs"
         yield f"http://127.0.0.1:{port}/learn"
     finally:
         server.terminate()
@@ -86,7 +89,7 @@ def _click(page: Any, x: float, y: float) -> None:
     page.wait_for_timeout(500)
     place = page.evaluate(
         """([selector, x, y]) => {
-            const plot = document.querySelector(selector + ' .js-plotly-plot');
+            const plot = document.querySelector(selector + '.js-plotly-plot');
             const box = plot.getBoundingClientRect(), axes = plot._fullLayout;
             return [box.left + axes.xaxis._offset + axes.xaxis.l2p(x),
                     box.top + axes.yaxis._offset + axes.yaxis.l2p(y)];
@@ -112,11 +115,56 @@ def _kept(page: Any) -> int:
     """Cells of the mask that the first figure draws as read."""
     return int(
         page.evaluate(
-            "selector => document.querySelector(selector + ' .js-plotly-plot')._fullData[0].z"
+            "selector => document.querySelector(selector + '.js-plotly-plot')._fullData[0].z"
             ".reduce((sum, row) => sum + Array.from(row).filter(cell => cell > 1).length, 0)",
             FIGURE,
         )
     )
+
+
+SHOWN = """() => {
+    const figures = [...document.querySelectorAll('.headscope-figure')];
+    const asks = [...document.querySelectorAll('strong')].some(one => one.textContent.startsWith('Check yourself'));
+    return asks && figures.length && figures.every(one => one.querySelector('.nsewdrag')) ? performance.now() : null;
+}"""
+"""Milliseconds since the address was opened, once every figure is drawn and the question stands below them."""
+
+
+@pytest.mark.parametrize("chapter", [1, 8])
+def test_a_chapter_is_there_within_2_s(address: str, browser: Any, chapter: int) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 1400})
+    page.goto(f"{address}?chapter={chapter}")
+    page.wait_for_function(SHOWN, timeout=60_000)
+    times = []
+    for _ in range(5):
+        page.goto("about:blank")
+        page.wait_for_timeout(500)
+        page.goto(f"{address}?chapter={chapter}", wait_until="commit")
+        times.append(page.wait_for_function(SHOWN, timeout=60_000).json_value())
+    loaded = page.evaluate("() => performance.getEntriesByType('resource').map(one => one.name)")
+    assert any(chart.SCRIPT in name for name in loaded)
+    assert not any("PlotlyChart" in name for name in loaded), "Streamlit's own plotly is 4.7 MB"
+    # The best of five: other programs on the machine make it longer.
+    assert min(times) < 2000, times
+    page.close()
+
+
+def test_small_files_come_at_once(address: str, browser: Any) -> None:
+    page = _open(browser, address)
+    # On a socket without TCP_NODELAY each takes 40 ms or more.
+    times = page.evaluate(
+        """async () => {
+            const times = [];
+            for (let at = 0; at < 15; at++) {
+                const began = performance.now();
+                await (await fetch('./favicon.png?' + at, {cache: 'no-store'})).blob();
+                times.push(performance.now() - began);
+            }
+            return times;
+        }"""
+    )
+    assert sorted(times)[len(times) // 2] < 30, times
+    page.close()
 
 
 def test_clicking_a_column_and_a_distance_changes_the_mask(address: str, browser: Any) -> None:

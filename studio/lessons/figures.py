@@ -192,7 +192,7 @@ def _frame(row: int, width: int, theme: Theme) -> dict[str, object]:
 def _square(figure: go.Figure, n: int, theme: Theme, title: str, height: int) -> None:
     charts.layout(figure, theme, title, height)
     step = 1 if n <= 16 else 4 if n <= 32 else 8
-    figure.update_layout(font={"size": 13}, clickmode="event+select")
+    figure.update_layout(font={"size": 13})
     figure.update_xaxes(title="key position", range=[-0.5, n - 0.5], tickvals=list(range(0, n, step)),
                         constrain="domain", constraintoward="left", showline=False)  # fmt: skip
     figure.update_yaxes(title="query position (row)", range=[n - 0.5, -0.5], dtick=step, scaleanchor="x",

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from headscope.studio import widgets
+from headscope.studio.lessons import chart
 from headscope.studio.lessons.figures import Kind
 
 PAPER = "[MInference 1.0, arXiv 2407.02490](https://arxiv.org/abs/2407.02490)"
@@ -67,7 +67,8 @@ def legend(kinds: Sequence[Kind]) -> None:
     """
     ground = kinds[0].colour
     chips = "".join(
-        '<span style="display:inline-flex;align-items:center;margin:0 1rem .2rem 0;white-space:nowrap">'
+        '<span style="display:inline-flex;align-items:center;vertical-align:top;margin:0 1rem .2rem 0;'
+        'white-space:nowrap">'
         f'<span style="width:1.15em;height:1.15em;border-radius:3px;background:{kind.colour};margin-right:.4em;'
         "display:inline-flex;align-items:center;justify-content:center;font-size:.85em;font-weight:600;"
         f'border:1px solid rgba(128,140,150,.45);color:{ground}">{html.escape(kind.sign)}</span>'
@@ -81,7 +82,13 @@ def picture(
     figure: go.Figure, key: str, alt: str, data: Callable[[], pl.DataFrame], on_select: Callable[[], None] | None = None
 ) -> None:
     """A figure with a description for screen readers and its numbers as a download."""
-    widgets.figure(figure, f"learn-{key}", alt, data, on_select)
+    chart.draw(figure, f"learn-{key}", alt, on_select)
+    with st.container(horizontal=True, horizontal_alignment="right", key=f"csv-learn-{key}"):
+        st.download_button(
+            "data", lambda: data().write_csv().encode(), f"headscope-learn-{key}.csv", "text/csv",
+            key=f"download-learn-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
+            help="The figure's numbers as CSV",
+        )  # fmt: skip
 
 
 def grid_frame(**layers: Sequence[Sequence[object]]) -> pl.DataFrame:

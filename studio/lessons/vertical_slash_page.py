@@ -79,16 +79,11 @@ def draw_covers(covers: list[maths.Cover], classes: np.ndarray, theme: Theme) ->
 
 
 def toggle_from_click() -> None:
-    """Turns a click on the picture into a changed column, distance or row.
-
-    A second click on the same mark arrives as an empty selection, so the last mark is remembered.
-    """
+    """Turns a click on the picture into a changed column, distance or row."""
     points = st.session_state[CHART]["selection"]["points"]
-    last = st.session_state.get("vslash-last")
-    mark = (float(points[-1]["x"]), float(points[-1]["y"])) if points else last
-    st.session_state["vslash-last"] = mark
-    if mark is None:
+    if not points:
         return
+    mark = points[-1]["x"], points[-1]["y"]
     x, y = round(mark[0]), round(mark[1])
     if y == BELOW and 0 <= x < N:
         _toggle("vslash-columns", x)

@@ -1,0 +1,82 @@
+"""Figures drawn by a small build of plotly.js, which a browser has ready long before the one that streamlit brings.
+
+Streamlit's figures need 4.7 MB of script with maps and 3D, a second and more of a slow machine's time before the
+first line is drawn. The lessons draw cells, bars and lines, for which plotly's own cartesian build (1.5 MB) is enough.
+`studio/server.py` serves it under `SCRIPT`; the page loads it once, when the first figure arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import streamlit as st
+
+from headscope.studio import charts
+
+SCRIPT = "plotly-cartesian-4.1.1.min.js"
+"""The name in the address carries the version, so that browsers may keep the file for good."""
+
+FILE = Path(__file__).resolve().parents[1] / "assets" / SCRIPT
+
+_DRAW = """
+function library(name) {
+  window.headscopePlotly ??= new Promise((done, fail) => {
+    const script = document.createElement("script");
+    script.src = new URL(name, document.baseURI);
+    script.onload = () => done(window.Plotly);
+    script.onerror = fail;
+    document.head.append(script);
+  });
+  return window.headscopePlotly;
+}
+
+// One figure after the other, each shown before the next is begun.
+function inTurn(draw) {
+  const turn = window.headscopeTurn ?? Promise.resolve();
+  window.headscopeTurn = turn.then(draw).catch(console.error).then(() => new Promise((next) => setTimeout(next)));
+}
+
+export default function ({ data, parentElement, setTriggerValue }) {
+  const host = parentElement.querySelector(".headscope-figure");
+  const { data: traces, layout } = JSON.parse(data.figure);
+  host.style.minHeight = layout.height + "px";
+  host.setAttribute("role", "img");
+  host.setAttribute("aria-label", data.alt);
+  let watch, gone = false;
+  inTurn(async () => {
+    const plotly = await library(data.script).catch(() => null);
+    if (gone) return;
+    if (!plotly) {
+      host.textContent = "The script that draws figures did not load: start the studio with `headscope studio`.";
+      return;
+    }
+    await plotly.react(host, traces, layout, data.config);
+    host.removeAllListeners("plotly_click");
+    if (data.clicks) {
+      host.on("plotly_click", ({ points }) =>
+        setTriggerValue("selection", { points: points.map(({ x, y }) => ({ x, y })) }));
+    }
+    watch = new ResizeObserver(() => host.offsetWidth && plotly.Plots.resize(host));
+    watch.observe(host);
+  });
+  return () => { gone = true; watch?.disconnect(); };
+}
+"""
+
+_mount = st.components.v2.component(
+    "headscope_figure", html='<div class="headscope-figure"></div>', js=_DRAW, isolate_styles=False
+)
+
+
+def draw(figure: go.Figure, key: str, alt: str, on_click: Callable[[], None] | None = None) -> None:
+    """Shows a figure of heat maps, bars and lines at the width that there is.
+
+    `on_click` runs after a click on a point, which then stands in `st.session_state[key]["selection"]["points"]`.
+    """
+    clicks = on_click is not None
+    more: dict[str, Any] = {"on_selection_change": on_click} if clicks else {}
+    data = {"figure": figure.to_json(), "config": charts.CONFIG, "alt": alt, "script": SCRIPT, "clicks": clicks}
+    _mount(key=key, data=data, **more)
