@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from headscope.studio import state
+from headscope.studio.jobs import Context, Worker
+from headscope.studio.lessons import chart, real_heads
 from headscope.studio.lessons.chapters import CHAPTERS
 
 PAGE = Path(__file__).resolve().parent.parent / "pages" / "learn.py"
@@ -45,7 +52,7 @@ def test_every_chapter_opens_with_formula_source_picture_and_question(chapter: i
     assert at.header[0].value == f"{chapter} · {CHAPTERS[chapter - 1].title}"
     assert len(at.latex) == 1
     assert any("2407.02490" in caption.value for caption in at.caption)
-    assert len(at.get("plotly_chart")) >= 1
+    assert len(at.get("bidi_component")) >= 1
     assert answer(at)
 
 
@@ -184,3 +191,62 @@ def test_real_heads_say_what_to_do_without_the_model(tmp_path: Path, monkeypatch
     assert not at.exception
     assert any("headscope fetch smollm2" in info.value for info in at.info)
     assert not any(button.key == "real-run" for button in at.button)
+
+
+def until(at: AppTest, reached: Callable[[], bool]) -> None:
+    """Reruns the page until something is so, as its progress bar does."""
+    for _ in range(200):
+        if reached():
+            return
+        time.sleep(0.02)
+        at.run()
+    raise AssertionError("it never came to that")
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker of its own in place of the lab, and a model that is there."""
+    one = SimpleNamespace(worker=Worker(), load=lambda name, context: None)
+    monkeypatch.setattr(state, "lab", lambda: one)
+    monkeypatch.setattr(real_heads, "fetched", lambda model: True)
+    yield one
+    one.worker.close()
+
+
+def test_measuring_real_heads_shows_progress_and_can_be_cancelled(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(loaded: object, prompt: str, context: Context) -> tuple[()]:
+        while True:
+            context.step(3, 10, f"Reading {prompt}: layer 3 of 10")
+            time.sleep(0.01)
+
+    monkeypatch.setattr(real_heads, "live", slow)
+    at = page(10)
+    at.button(key="real-run").click().run()
+    until(at, lambda: any("layer 3 of 10" in one.proto.text for one in at.get("progress")))
+    assert not any(button.key == "real-run" for button in at.button)
+    next(button for button in at.button if button.label == "Cancel").click().run()
+    until(at, lambda: any(info.value.startswith("Cancelled") for info in at.info))
+    assert any(button.key == "real-run" for button in at.button)
+    assert not at.exception
+
+
+def test_what_stops_the_measurement_is_said(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(loaded: object, prompt: str, context: Context) -> tuple[()]:
+        raise MemoryError
+
+    monkeypatch.setattr(real_heads, "live", broken)
+    at = page(10)
+    at.button(key="real-run").click().run()
+    until(at, lambda: any("not enough memory" in error.value for error in at.error))
+    assert any(button.key == "real-run" for button in at.button)
+
+
+def test_the_script_that_draws_is_packaged_and_draws_every_kind_of_trace() -> None:
+    body = chart.FILE.read_text(encoding="utf-8")
+    assert len(body) < 2_000_000
+    assert chart.FILE.with_name("plotly-cartesian.LICENSE").exists()
+    for one in CHAPTERS:
+        for figure in page(one.number).get("bidi_component"):
+            drawn = json.loads(json.loads(figure.proto.json)["figure"])
+            for trace in drawn["data"]:
+                assert f'name:"{trace["type"]}"' in body, f"chapter {one.number}"

@@ -17,7 +17,8 @@ from headscope.engine import build_index, capture, measure
 from headscope.engine.errors import HeadscopeError
 from headscope.engine.model import LoadedModel
 from headscope.engine.packaged import PACKAGED, cache_dir
-from headscope.studio import charts, state, words
+from headscope.studio import charts, state, widgets, words
+from headscope.studio.jobs import Context
 from headscope.studio.lessons import figures, find_heads, parts
 from headscope.studio.lessons.find_heads import FAMILIES, Trial
 from headscope.studio.maps import HeadMaps, head_maps
@@ -31,6 +32,9 @@ ROLES = {
     "dense": "diffuse: keep dense",
 }
 CELLS = 64
+JOB = "real-job"
+"""Where a session keeps the id of its measurement under way, and the prompt that it reads."""
+
 NARROW = 0.01
 """A lead below this is called narrow."""
 
@@ -106,20 +110,32 @@ def fetched(model: str) -> bool:
     return known is not None and (cache_dir() / known.name / known.file_name).is_file()
 
 
-def live(loaded: LoadedModel, prompt: str) -> tuple[LiveHead, ...]:
-    """Reads the prompt with the model and measures the file's heads under the file's patterns again."""
+def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tuple[LiveHead, ...]:
+    """Reads the prompt with the model and measures the file's heads under the file's patterns again.
+
+    `context` is told of every layer and every head, and stops the work at the next of either.
+    """
     known = heads_file()
     found: dict[tuple[int, int], LiveHead] = {}
+    layers = max(one.layer for one in known.heads) + 1
+
+    def step(done: int, what: str) -> None:
+        if context is not None:
+            context.step(done, layers, what)
 
     def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         for one in known.heads:
             if one.layer == layer:
+                step(layer, f"Measuring {one.name}")
                 at = one.head // (q.shape[1] // k.shape[1])
                 own = (q[:, one.head : one.head + 1], k[:, at : at + 1], v[:, at : at + 1])
                 found[layer, one.head] = _again(one, prompt, *own, scale)
 
     ids = find_heads.prompt_ids(loaded, prompt, known.tokens)
-    capture.stream(loaded, ids, visit, layers=sorted({one.layer for one in known.heads}), logits=False)
+    capture.stream(
+        loaded, ids, visit, layers=sorted({one.layer for one in known.heads}), logits=False,
+        progress=lambda done, _: step(done, f"Reading {prompt}: layer {done} of {layers}"),
+    )  # fmt: skip
     return tuple(found[one.layer, one.head] for one in known.heads)
 
 
@@ -225,19 +241,54 @@ def _live(known: HeadsFile, theme: Theme) -> None:
         return
     prompt = parts.choice("Sample prompt", list(known.prompts), "real-prompt")
     results: dict[str, tuple[LiveHead, ...]] = st.session_state.setdefault("real-live", {})
-    if prompt not in results:
-        st.caption(f"Reads {known.tokens:,} tokens of the sample with {known.model}: 10 to 30 s on two cores, once.")
-        if not st.button("Read the prompt and measure the four heads", type="primary", key="real-run"):
-            return
-        held = state.lab()
-        try:
-            with st.spinner(f"Reading {prompt} with {known.model}"):
-                results[prompt] = held.worker.quick(lambda: live(held.load(known.model), prompt), timeout=300)
-        except HeadscopeError as error:
-            st.error(words.plain_markdown(str(error)))
-            return
+    _take(results)
+    working = JOB in st.session_state
+    if working and widgets.progress(state.lab(), state.view()) is None:
         st.rerun()
-    _pictures(results[prompt], prompt, theme)
+    if prompt in results:
+        _pictures(results[prompt], prompt, theme)
+    elif not working:
+        st.caption(f"Reads {known.tokens:,} tokens of the sample with {known.model}: 10 to 30 s on two cores, once.")
+        st.button(
+            "Read the prompt and measure the four heads", type="primary", key="real-run", on_click=_start,
+            args=(known.model, prompt),
+        )  # fmt: skip
+    if problem := st.session_state.pop("real-problem", ""):
+        st.error(words.plain_markdown(problem))
+
+
+def _start(model: str, prompt: str) -> None:
+    """Queues the measurement as this session's job."""
+    held = state.lab()
+
+    def work(context: Context) -> tuple[LiveHead, ...]:
+        return live(held.load(model, context), prompt, context)
+
+    try:
+        job = held.worker.submit(state.view().session, "lesson", f"Measuring four heads on {prompt}", work)
+    except HeadscopeError as error:
+        st.session_state["real-problem"] = str(error)
+    else:
+        st.session_state[JOB] = (job.id, prompt)
+
+
+def _take(results: dict[str, tuple[LiveHead, ...]]) -> None:
+    """Takes what the job brought once it has ended, or says why it brought nothing."""
+    if JOB not in st.session_state:
+        return
+    job_id, prompt = st.session_state[JOB]
+    job = state.lab().worker.job(job_id)
+    if job is not None and job.open:
+        return
+    del st.session_state[JOB]
+    if job is None:
+        return
+    if job.state == "done":
+        results[prompt] = job.result
+    elif job.state == "cancelled":
+        st.info("Cancelled: nothing of it was kept.")
+    else:
+        st.session_state["real-problem"] = job.error
 
 
 def _pictures(heads: tuple[LiveHead, ...], prompt: str, theme: Theme) -> None:
