@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from headscope.kernels.gluon_compat import GL_DTYPE, OVERLAPPING_VIEWS, descriptor
+from headscope.kernels.gluon_compat import GL_DTYPE, descriptor
 from headscope.kernels.gluon_dense import dense_kernel
 from headscope.kernels.gluon_sparse import sparse_kernel
-from headscope.kernels.layout import TILE, Layout
+from headscope.kernels.layout import TILE, HeadPlan, Layout
 from headscope.kernels.triton_common import LOG2E, count_below, device_ints, steps_for
-from headscope.kernels.triton_plan import Plan, compact, keep_bits, make_cover
+from headscope.kernels.triton_plan import Plan, column_bits, compact, keep_bits, make_cover
 
 HEAD_SIZES = (64, 128, 256)
 
@@ -70,8 +70,6 @@ def serves(q: torch.Tensor) -> str | None:
 
 def serves_layout(layout: Layout) -> str | None:
     """Why this index cannot be served, or None. Looks at shapes and host facts only."""
-    if not OVERLAPPING_VIEWS:
-        return f"the sparse Gluon kernel needs triton 3.6 or 3.7; this is {triton.__version__}"
     if layout.tile != TILE:
         return f"the Gluon kernels serve tile {TILE}, got tile = {layout.tile}"
     if layout.bands.shape[1] > MAX_BANDS:
@@ -125,16 +123,16 @@ def attend(
     blocks = _row_blocks(q_len, k.shape[2], starts, 128)
     half_blocks = any(size % 128 for size in _block_sizes(layout))
     sparse_kernel[(batch * heads * blocks,)](
-        descriptor(q3, 64, 64), descriptor(k3, 64, 64), descriptor(v3, 64, dim), descriptor(rows3d(out), 64, dim),
+        descriptor(q3, 64, 64), descriptor(k3, 64, 64), descriptor(v3, 64, dim), descriptor(rows3d(out), 64, 64),
         descriptor(tables.keys, 64, 64), descriptor(tables.values, 64, dim), out, lse, device_ints(starts, q.device),
-        layout.windows, layout.bands, layout.band_count, layout.columns, tables.counts,
+        layout.windows, layout.bands, layout.band_count, layout.columns, tables.counts, tables.sinks,
         tables.uneven, tables.some, tables.whole, layout.blocks, layout.block_count, tables.block_head,
         scale * LOG2E, q_len, k.shape[2], batch * heads, heads, heads // k.shape[1], blocks, tables.counts.shape[1],
         layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1],
         tables.some.shape[-1], *layout.blocks.shape[1:],
         int(q_len > BY_BLOCK_ROWS), starts[0] if len(set(starts)) == 1 else -1,
         D=dim, STAGES=config.stages, SLOTS=config.slots, RING=config.ring,
-        HALF_BLOCKS=half_blocks, OVERLAPS=_may_overlap(layout), num_warps=4, enable_fp_fusion=True,
+        HALF_BLOCKS=half_blocks, OVERLAPS=may_overlap(layout), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -144,6 +142,7 @@ class _Tables:
     """What the sparse kernel reads beside the layout; see `sparse_kernel`."""
 
     counts: torch.Tensor
+    sinks: torch.Tensor
     uneven: torch.Tensor
     some: torch.Tensor
     whole: torch.Tensor
@@ -202,27 +201,56 @@ def _tables(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> _Tables:
         layout.columns.shape[1], row_blocks, steps_for(layout.windows.shape[1]), steps_for(layout.columns.shape[1]),
         num_warps=4,
     )  # fmt: skip
-    some, whole, keys, values = layout.columns, layout.columns, k.flatten(0, 1), v.flatten(0, 1)
-    uneven = counts
-    if _may_overlap(layout):
-        uneven = torch.zeros(heads, -(-row_blocks // 2), dtype=torch.int32, device=k.device)
-    if layout.columns.shape[1]:
+    some, whole, keys, values, uneven = layout.columns, layout.columns, k.flatten(0, 1), v.flatten(0, 1), counts
+    care = may_overlap(layout)
+    sinks = tuple(map(_sink, layout.plans)) if layout.plans and not care else (0,) * heads
+    if layout.columns.shape[1] and (care or any(_has_columns(plan) and not _sink(plan) for plan in layout.plans)):
         plan = Plan(full=layout.windows, edge=layout.bands, counts=counts, cover=make_cover(layout))
-        some, whole = keep_bits(layout, plan)
-        _uneven_kernel[(uneven.shape[1], heads)](some, whole, uneven, row_blocks, some.shape[2], num_warps=1)
+        some, whole = keep_bits(layout, plan) if care else (column_bits(layout, plan),) * 2
         keys, values = compact(k, v, layout)
+        if care:
+            uneven = torch.empty(heads, -(-row_blocks // 2), dtype=torch.int32, device=k.device)
+            _uneven_kernel[(uneven.shape[1], heads)](some, whole, uneven, row_blocks, some.shape[2], num_warps=1)
     pairs = tuple(n for pair in zip(layout.block_slot, layout.block_size, strict=True) for n in pair)
-    return _Tables(counts, uneven, some, whole, keys, values, device_ints(pairs, k.device))
+    return _Tables(
+        counts, device_ints(sinks, k.device), uneven, some, whole, keys, values, device_ints(pairs, k.device)
+    )
 
 
 def _block_sizes(layout: Layout) -> list[int]:
     return [size for size, slot in zip(layout.block_size, layout.block_slot, strict=True) if slot >= 0]
 
 
-def _may_overlap(layout: Layout) -> bool:
-    """Whether lists may share a cell, or rows of a block read a column that others do not, as far as shapes tell."""
+def may_overlap(layout: Layout) -> bool:
+    """Whether lists of a head may share a cell, or rows of a block read a column that others may not.
+
+    Plans tell exactly; without them, shapes tell what can be excluded.
+    """
+    if layout.plans:
+        return not all(map(_apart, layout.plans))
     kinds = (layout.windows.shape[1] > 0, layout.bands.shape[1] > 0, layout.blocks.numel() > 0)
     return layout.columns.shape[1] > 0 or sum(kinds) > 1
+
+
+def _apart(plan: HeadPlan) -> bool:
+    """Whether the sparse kernel may walk this head's lists one after another.
+
+    Windows that hold every row block's own diagonal leave of each column all cells of a row block or none.
+    """
+    if plan.online_slash:
+        return (plan.local > 0 or plan.windows > 0) and not plan.bands and not plan.block_size
+    lists = (bool(plan.bands), _has_columns(plan), plan.block_size > 0)
+    return (not _has_columns(plan) and sum(lists) <= 1) or _sink(plan) > 0
+
+
+def _has_columns(plan: HeadPlan) -> bool:
+    return plan.online_slash or bool(plan.columns)
+
+
+def _sink(plan: HeadPlan) -> int:
+    """How many first keys are the columns of a head that has nothing else but a band from the diagonal on; else 0."""
+    alone = not plan.online_slash and not plan.block_size and all(low == 0 for low, _ in plan.bands)
+    return len(plan.columns) if alone and plan.columns == tuple(range(len(plan.columns))) else 0
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:

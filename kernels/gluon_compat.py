@@ -1,7 +1,8 @@
 """One Gluon source for triton 3.6 to 3.9: names that moved between those versions, checked at import.
 
 Gluon is experimental: `thread_barrier` became `barrier` in 3.7, and in 3.9 `tma.async_copy_*` became
-`tma.async_load` and `tma.async_store`. The sparse kernel needs views that 3.8 and 3.9 refuse: `OVERLAPPING_VIEWS`.
+`tma.async_load` and `tma.async_store`. 3.8 and 3.9 refuse views that the sparse kernel is faster with:
+`OVERLAPPING_VIEWS`.
 A version outside the tested range raises ImportError here, so that `auto` picks the portable kernels and a named
 `impl="gluon"` says why it cannot run.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -39,6 +41,17 @@ tma_store_wait = tma.store_wait
 
 OVERLAPPING_VIEWS = VERSION < (3, 8)
 """Whether a view may be larger than the piece of shared memory that it starts at; Triton 3.8 forbids it."""
+
+
+@gluon.jit
+def overlapping_view(piece, ROWS: gl.constexpr):
+    """`ROWS` rows of 64 from where `piece` [1, 64, 64] starts on: 64, or 128 where OVERLAPPING_VIEWS."""
+    if ROWS == 64:
+        return piece.reshape([64, 64])
+    else:
+        FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        return piece._reinterpret(piece.dtype, [ROWS, 64], FLAT)
+
 
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 """Element types that the Hopper kernels serve."""

@@ -59,11 +59,17 @@ def store_rows(values, tile, o_d, o_ptr, head, row, length, D: gl.constexpr, OL:
         tma_store(o_d, [head, row, 0], tile)
         tma_store_wait(0)
     else:
-        own = row + gl.arange(0, 64, gl.SliceLayout(1, OL))
-        dims = gl.arange(0, D, gl.SliceLayout(0, OL))
-        at = (head.to(gl.int64) * length + own) * D
-        inside = (own >= 0) & (own < length)
-        gl.store(o_ptr + at[:, None] + dims[None, :], values, mask=inside[:, None])
+        store_each(values, o_ptr, head, row, length, D, OL)
+
+
+@gluon.jit
+def store_each(values, o_ptr, head, row, length, D: gl.constexpr, OL: gl.constexpr):
+    """Writes those of 64 output rows from local row `row` on that exist, one by one."""
+    own = row + gl.arange(0, 64, gl.SliceLayout(1, OL))
+    dims = gl.arange(0, D, gl.SliceLayout(0, OL))
+    at = (head.to(gl.int64) * length + own) * D
+    inside = (own >= 0) & (own < length)
+    gl.store(o_ptr + at[:, None] + dims[None, :], values, mask=inside[:, None])
 
 
 @gluon.jit

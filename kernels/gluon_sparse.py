@@ -10,7 +10,8 @@ of `layout.py`, and a one-warp TMA producer. K and V come in slots of 64 keys, S
 - blocks: listed tiles; block sizes that are no multiple of 128 keep one list per 64 rows and a ring of their own.
 
 A cell counts once: blocks go before bands, bands before windows, windows before columns. Each step computes its
-scores beside the value product of the step before; the first step's value product has weights 0.
+scores beside the value product of the step before; the first step's value product has weights 0. The row blocks take
+turns at starting products, so that the softmax of one runs beside the products of the other.
 
 K is stored in pieces of 64 keys by 64 dimensions, consecutive slots side by side, so that two slots form one
 128-key operand wherever they start; V is stored in slots of 64 keys by D.
@@ -32,16 +33,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headscope.kernels.gluon_compat import tma_load
-from headscope.kernels.gluon_dense import FLOOR, LN2, place, store_rows
+from headscope.kernels.gluon_compat import (
+    OVERLAPPING_VIEWS,
+    barrier,
+    overlapping_view,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from headscope.kernels.gluon_dense import FLOOR, LN2, place, store_each
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.
 
 ROWS = gl.constexpr(128)
 WINDOW = gl.constexpr(128)
+ONE_VIEW = gl.constexpr(1 if OVERLAPPING_VIEWS else 0)
+"""Whether two neighbouring slots of keys, wherever they start, can be one operand; else a step takes two products."""
 FAR = gl.constexpr(2**30)
-BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN = (gl.constexpr(kind) for kind in range(4))
+BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN, SINK_RUN = (gl.constexpr(kind) for kind in range(5))
 
 
 @gluon.jit
@@ -54,18 +64,21 @@ def _next(st, ph, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks, blocked,
-         size, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
+def _run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
+         blocked, size, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The run-th list of a head: blocks, each band, windows, columns. Lists that need care go in a later pass.
 
     Returns the kind, the number of steps in this pass and what `_key` needs; cells of a step that is no column step
-    belong when lo <= i - j <= hi and j >= 0. `r0` is the own position that window offsets count from.
+    belong when lo <= i - j <= hi and 0 <= j < stop. `r0` is the own position that window offsets count from. Where
+    the columns are the first `sink` keys and no list but a band from the diagonal on is beside them, they are a run
+    of keys beyond that band.
     """
     kind = BLOCK_RUN
     steps = tile_blocks
     origin = 0
     lo = 0
     hi = FAR
+    stop = FAR
     list_ptr = blocks_ptr
     factor = size
     pieces = gl.maximum(size // WIDTH, 1)
@@ -92,13 +105,19 @@ def _run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven
             factor = -1
             pieces = WINDOW // WIDTH
             careful = blocked | (bands > 0)
+        elif sink > 0:
+            kind = SINK_RUN
+            lo = gl.load(bands_ptr + 1, mask=bands > 0, other=-1) + 1
+            stop = sink
+            last = gl.minimum(r0 // ROWS * ROWS + ROWS - 1 - lo, sink - 1)
+            steps = gl.where(last < 0, 0, gl.maximum(last + WIDTH, 0) // WIDTH)
         else:
             kind = COLUMN_RUN
             steps = columns
             careful = blocked | uneven
     if OVERLAPS:
         steps = gl.where(careful == later, steps, 0)
-    return kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch
+    return kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch
 
 
 @gluon.jit
@@ -161,7 +180,7 @@ def _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks_ptr, halves, size, st, ph
 @gluon.jit
 def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover,
               windows_ptr, bands_ptr, blocks0_ptr, blocks1_ptr, head, kv_head, p0, first, start, windows, bands,
-              columns, tile_blocks, halves0, halves1, blocked, uneven, size,
+              columns, sink, tile_blocks, halves0, halves1, blocked, uneven, size,
               D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
               HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     HALVES: gl.constexpr = D // 64
@@ -187,9 +206,9 @@ def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty,
     for turn in range(turns):
         later = turn >= bands + 3
         run = gl.where(later, turn - bands - 3, turn)
-        kind, steps, origin, _lo, _hi, list_ptr, factor, pieces, pitch = _run(
-            run, later, p0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks0_ptr, tile_blocks, blocked,
-            size, WIDTH, OVERLAPS)
+        kind, steps, origin, _lo, _hi, _stop, list_ptr, factor, pieces, pitch = _run(
+            run, later, p0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks0_ptr, tile_blocks,
+            blocked, size, WIDTH, OVERLAPS)
         entry = 0
         piece = 0
         for _ in range(steps):
@@ -207,30 +226,53 @@ def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty,
 
 
 @gluon.jit
-def _keys(k_s, chunk, N: gl.constexpr):
-    """64-dimension operand [64, N] of the keys from K piece `chunk` on."""
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return k_s.index(chunk)._reinterpret(k_s.dtype, [N, 64], FLAT).permute((1, 0))
+def _product(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STRIDE: gl.constexpr,
+             SL: gl.constexpr):
+    """Starts the scores [64, N] of the row block's queries and the N keys from K piece `chunk` on."""
+    HALVES: gl.constexpr = D // 64
+    s_t = gl.zeros([64, N], gl.float32, SL)
+    for half in gl.static_range(HALVES):
+        keys = overlapping_view(k_s.index(chunk + half * STRIDE), N)
+        s_t = warpgroup_mma(q_s.index(G * HALVES + half).reshape([64, 64]), keys.permute((1, 0)), s_t, use_acc=half > 0,
+                            is_async=True)
+    return s_t
+
+
+@gluon.jit
+def _start(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr, STRIDE: gl.constexpr,
+           SL: gl.constexpr):
+    """Starts this step's scores [64, 64 * PAIR], which `_finish` waits for."""
+    if ONE_VIEW + (2 - PAIR) > 0:
+        s_t = _product(q_s, k_s, chunk, G, D, 64 * PAIR, STRIDE, SL)
+        return s_t, s_t
+    else:
+        HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+        s0 = _product(q_s, k_s, chunk, G, D, 64, STRIDE, HALF)
+        s1 = _product(q_s, k_s, chunk + 1, G, D, 64, STRIDE, HALF)
+        return s0, s1
+
+
+@gluon.jit
+def _finish(s0, s1, LATER: gl.constexpr, PAIR: gl.constexpr, SL: gl.constexpr):
+    """The scores, once all but the LATER last products are done."""
+    if ONE_VIEW + (2 - PAIR) > 0:
+        return warpgroup_mma_wait(LATER, deps=[s0])
+    else:
+        s0, s1 = warpgroup_mma_wait(LATER, deps=[s0, s1])
+        return gl.convert_layout(gl.join(s0, s1).permute((0, 2, 1)).reshape([64, 128]), SL)
 
 
 @gluon.jit
 def _issue(q_s, k_s, v_s, k_full, ph, v_full, pph, chunk, slot, acc, p0, p1, G: gl.constexpr, D: gl.constexpr,
            PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
     """Starts this step's scores [64, 64 * PAIR] and beside them the value product of the step before."""
-    HALVES: gl.constexpr = D // 64
-    N: gl.constexpr = 64 * PAIR
-    zero = gl.zeros([64, N], gl.float32, SL)
     mbarrier.wait(k_full, ph)
-    s_t = warpgroup_mma(q_s.index(G * HALVES).reshape([64, 64]), _keys(k_s, chunk, N), zero, use_acc=False,
-                        is_async=True)
-    for half in gl.static_range(1, HALVES):
-        s_t = warpgroup_mma(q_s.index(G * HALVES + half).reshape([64, 64]), _keys(k_s, chunk + half * STRIDE, N), s_t,
-                            is_async=True)
+    s0, s1 = _start(q_s, k_s, chunk, G, D, PAIR, STRIDE, SL)
     mbarrier.wait(v_full, pph)
     o_t = warpgroup_mma(p0, v_s.index(slot).reshape([64, D]), acc, is_async=True)
     if PAIR == 2:
         o_t = warpgroup_mma(p1, v_s.index(slot + 1).reshape([64, D]), o_t, is_async=True)
-    return s_t, o_t
+    return s0, s1, o_t
 
 
 @gluon.jit
@@ -248,15 +290,9 @@ def _operands(weights, DTYPE: gl.constexpr, PL: gl.constexpr, PAIR: gl.constexpr
 def _lone_scores(q_s, k_s, k_full, ph, k_empty, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr,
                  STRIDE: gl.constexpr, SL: gl.constexpr):
     """This step's scores with nothing beside them."""
-    HALVES: gl.constexpr = D // 64
-    N: gl.constexpr = 64 * PAIR
     mbarrier.wait(k_full, ph)
-    s_t = warpgroup_mma(q_s.index(G * HALVES).reshape([64, 64]), _keys(k_s, chunk, N),
-                        gl.zeros([64, N], gl.float32, SL), use_acc=False, is_async=True)
-    for half in gl.static_range(1, HALVES):
-        s_t = warpgroup_mma(q_s.index(G * HALVES + half).reshape([64, 64]), _keys(k_s, chunk + half * STRIDE, N), s_t,
-                            is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s_t])
+    s0, s1 = _start(q_s, k_s, chunk, G, D, PAIR, STRIDE, SL)
+    s = _finish(s0, s1, 0, PAIR, SL)
     mbarrier.arrive(k_empty)
     return s
 
@@ -282,10 +318,14 @@ def _weigh(s, m, total, scale, DTYPE: gl.constexpr, PAIR: gl.constexpr, PL: gl.c
 
 
 @gluon.jit
-def _distances(s, rows, keys, lo, hi):
-    """Scores of the cells with lo <= i - j <= hi and j >= 0; -inf elsewhere."""
-    far = rows[:, None] - keys[None, :]
-    return gl.where((far >= lo) & (far <= hi) & (keys >= 0)[None, :], s, float("-inf"))
+def _distances(s, rows, key, cols, lo, hi, stop):
+    """Scores of the cells of keys key + cols with lo <= i - j <= hi and 0 <= j < stop; -inf elsewhere.
+
+    One unsigned comparison a cell: i - j - lo < min(hi, i) - lo + 1, where a negative left side is large.
+    """
+    count = gl.maximum(gl.minimum(hi, rows) - lo + 1, 0).to(gl.uint32)
+    near = (rows - key - lo)[:, None] - cols[None, :]
+    return gl.where((near.to(gl.uint32) < count[:, None]) & (cols < stop - key)[None, :], s, float("-inf"))
 
 
 @gluon.jit
@@ -364,11 +404,11 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
     piece = 0
     for _ in range(halves):
         slot = st * 2 + G
-        s_t, o_t = _issue(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(before * 4 + 2), pph, slot * HALVES,
+        s0, s1, o_t = _issue(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(before * 4 + 2), pph, slot * HALVES,
                           before, acc, p0, p0, G, D, 1, 1, SL)
         key = gl.load(blocks_ptr + entry) * size + piece * 64
         entry, piece = _next_piece(entry, piece, pieces)
-        s = warpgroup_mma_wait(1, deps=[s_t])
+        s = _finish(s0, s1, 1, 1, SL)
         mbarrier.arrive(ring.index(slot * 4 + 1))
         if key + 63 > r0:
             s = gl.where(rows[:, None] >= (key + cols)[None, :], s, float("-inf"))
@@ -386,10 +426,35 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
 
 
 @gluon.jit
+def _store_pieces(values, q_s, o_d, head, row, G: gl.constexpr, D: gl.constexpr):
+    """Writes 64 output rows from local row `row` on in pieces of 64 dimensions, by way of the queries' own place."""
+    HALVES: gl.constexpr = D // 64
+    if HALVES == 1:
+        q_s.index(G).reshape([64, 64]).store(values)
+    elif HALVES == 2:
+        v0, v1 = values.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+        q_s.index(2 * G).reshape([64, 64]).store(v0)
+        q_s.index(2 * G + 1).reshape([64, 64]).store(v1)
+    else:
+        even, odd = values.reshape([64, 2, 2, 64]).permute((0, 1, 3, 2)).split()
+        v0, v2 = even.permute((0, 2, 1)).split()
+        v1, v3 = odd.permute((0, 2, 1)).split()
+        q_s.index(4 * G).reshape([64, 64]).store(v0)
+        q_s.index(4 * G + 1).reshape([64, 64]).store(v1)
+        q_s.index(4 * G + 2).reshape([64, 64]).store(v2)
+        q_s.index(4 * G + 3).reshape([64, 64]).store(v3)
+    fence_async_shared()
+    barrier()
+    for half in gl.static_range(HALVES):
+        tma_store(o_d, [head, row, 64 * half], q_s.index(G * HALVES + half))
+    tma_store_wait(0)
+
+
+@gluon.jit
 def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr, windows_ptr,
               bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0, first, q_len, windows,
-              bands, columns, column_cap, words, table_blocks, tile_blocks, halves0, halves1, listed0, listed1,
-              blocked, uneven, size, scale, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              bands, columns, sink, column_cap, words, table_blocks, tile_blocks, halves0, halves1, listed0, listed1,
+              blocked, uneven, size, scale, turn, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               SLOTS: gl.constexpr, RING: gl.constexpr, HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
@@ -425,31 +490,35 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     pst = 0
     pph = 0
     slot = 0
+    turn_ph = 1 - G
     freed = STAGES  # a spare barrier: the first step has no V to give back
     table_row = gl.minimum(r0 // 64, table_blocks - 1)
     some_ptr += table_row * words
     whole_ptr += table_row * words
     for run in range(bands + 3):
-        kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
-            run, False, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks, blocked,
-            size, WIDTH, OVERLAPS)
+        kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = _run(
+            run, False, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
+            blocked, size, WIDTH, OVERLAPS)
         shift = gl.where(kind == WINDOW_RUN, G, 0)
         entry = 0
         piece = 0
         for i in range(steps):
-            s_t, o_t = _issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
+            mbarrier.wait(turn.index(G), turn_ph)
+            s0, s1, o_t = _issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
                               st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
+            mbarrier.arrive(turn.index(1 - G))
+            turn_ph = turn_ph ^ 1
             # Everything that a step must look up is looked up while the products run.
             key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
             entry, piece = _next_piece(entry, piece, pieces)
             w0, w1, w2, w3 = _words(some_ptr, i * (WIDTH // 32), words, kind == COLUMN_RUN, PAIR)
-            s = warpgroup_mma_wait(PAIR, deps=[s_t])
+            s = _finish(s0, s1, PAIR, PAIR, SL)
             mbarrier.arrive(k_empty.index(st))
             if kind == COLUMN_RUN:
                 if (w0 & w1 & w2 & w3) != -1:
                     s = gl.where(_bits(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
-            elif (key < 0) | (r0 - key - (WIDTH - 1) < lo) | (r0 + 63 - key > hi):
-                s = _distances(s, rows, key + cols, lo, hi)
+            elif (key < 0) | (r0 - key - (WIDTH - 1) < lo) | (r0 + 63 - key > hi) | (key + WIDTH > stop):
+                s = _distances(s, rows, key, cols, lo, hi, stop)
             shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
             acc = warpgroup_mma_wait(0, deps=[o_t])
             mbarrier.arrive(v_empty.index(freed))
@@ -462,8 +531,8 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     if OVERLAPS:
         # Lists whose cells may belong to another list too: one product at a time, every cell decided exactly.
         for run in range(gl.where(_needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
-            kind, steps, origin, lo, hi, list_ptr, factor, pieces, pitch = _run(
-                run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, uneven, blocks_ptr, tile_blocks,
+            kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = _run(
+                run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
                 blocked, size, WIDTH, OVERLAPS)
             shift = gl.where(kind == WINDOW_RUN, G, 0)
             entry = 0
@@ -479,7 +548,7 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
                     s = _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i,
                                        bands_ptr, bands, blocks_ptr, listed, size, PAIR)
                 else:
-                    s = _distances(s, rows, key + cols, lo, hi)
+                    s = _distances(s, rows, key, cols, lo, hi, stop)
                     if kind == WINDOW_RUN:
                         s = _without_bands(s, rows, key + cols, bands_ptr, bands)
                     s = _without_blocks(s, key + cols, blocks_ptr, listed, size)
@@ -497,8 +566,11 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     lse = gl.where(some, (m + gl.log2(gl.where(some, total, 1.0))) * LN2, float("-inf"))
     gl.store(lse_ptr + head.to(gl.int64) * q_len + own, lse, mask=(own >= 0) & (own < q_len))
     share = gl.convert_layout(gl.where(some, 1.0 / gl.where(some, total, 1.0), 0.0), gl.SliceLayout(1, OL))
-    q_tile = q_s.index(G * HALVES)._reinterpret(DTYPE, [1, 64, D], o_d.layout)
-    store_rows((acc * share[:, None]).to(DTYPE), q_tile, o_d, o_ptr, head, r0 - first, q_len, D, OL)
+    values = (acc * share[:, None]).to(DTYPE)
+    if r0 - first >= 0:
+        _store_pieces(values, q_s, o_d, head, r0 - first, G, D)
+    else:
+        store_each(values, o_ptr, head, r0 - first, q_len, D, OL)
 
 
 @gluon.jit(do_not_specialize=[
@@ -506,7 +578,7 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     "column_cap", "words", "block_rows", "block_cap", "by_kv", "only_start",
 ])
 def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
-                  columns_ptr, counts_ptr, uneven_ptr, some_ptr, whole_ptr, blocks_ptr, block_count_ptr,
+                  columns_ptr, counts_ptr, sinks_ptr, uneven_ptr, some_ptr, whole_ptr, blocks_ptr, block_count_ptr,
                   block_head_ptr, scale, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks,
                   window_cap, band_cap, column_cap, words, block_rows, block_cap, by_kv, only_start,
                   D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
@@ -516,7 +588,8 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
     Per 64 own rows: counts [heads, table_blocks, 2] is (windows that reach a key, columns not beyond the rows);
     some/whole [heads, table_blocks, words] are `triton_plan.keep_bits`, and uneven [heads, ceil(table_blocks / 2)]
     says where they differ within 128 own rows. block_head [heads, 2] is (slot or -1,
-    block size).
+    block size). Without OVERLAPS no two lists of a head share a cell and every column may be read by all rows of a
+    block or by none, but for heads whose columns are the first sinks [heads] keys: see `_run`.
     """
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
@@ -537,6 +610,7 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
     windows = 0
     bands = 0
     columns = 0
+    sink = 0
     tile_blocks = 0
     halves0 = 0
     halves1 = 0
@@ -552,6 +626,8 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
         windows = gl.load(counts_ptr + (wide * table_blocks + last) * 2)
         columns = gl.cdiv(gl.load(counts_ptr + (wide * table_blocks + last) * 2 + 1), WIDTH)
         bands = gl.load(band_count_ptr + head)
+        if OVERLAPS == 0:
+            sink = gl.load(sinks_ptr + head)
         if OVERLAPS:
             uneven = gl.load(uneven_ptr + wide * gl.cdiv(table_blocks, 2) + block) != 0
         if block_cap > 0:
@@ -580,36 +656,40 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
     v_s = gl.allocate_shared_memory(v_d.dtype, [STAGES * SLOTS, 1, 64, D], v_d.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     handover = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     # The ring of 64-key pieces: for each stage and row block K full, K empty, V full, V empty.
-    ring = gl.allocate_shared_memory(gl.int64, [RING * 8 + 4, 1], mbarrier.MBarrierLayout())
+    RINGS: gl.constexpr = RING * 8 + 4 if HALF_BLOCKS else 1
+    ring = gl.allocate_shared_memory(gl.int64, [RINGS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(handover, count=2)
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(v_empty.index(STAGES), count=2)
-    for i in gl.static_range(RING * 8 + 4):
+    for i in gl.static_range(RINGS):
         mbarrier.init(ring.index(i), count=1)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     gl.warp_specialize([
         (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr,
                      windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0,
-                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0,
-                     halves1, listed0, listed1, blocked, uneven, size, scale, 0, D, STAGES, SLOTS, RING,
+                     first, q_len, windows, bands, columns, sink, column_cap, words, table_blocks, tile_blocks,
+                     halves0, halves1, listed0, listed1, blocked, uneven, size, scale, turn, 0, D, STAGES, SLOTS, RING,
                      HALF_BLOCKS, OVERLAPS)),
         (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr,
                      windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks0_ptr, blocks1_ptr, head, p0,
-                     first, q_len, windows, bands, columns, column_cap, words, table_blocks, tile_blocks, halves0,
-                     halves1, listed0, listed1, blocked, uneven, size, scale, 1, D, STAGES, SLOTS, RING,
+                     first, q_len, windows, bands, columns, sink, column_cap, words, table_blocks, tile_blocks,
+                     halves0, halves1, listed0, listed1, blocked, uneven, size, scale, turn, 1, D, STAGES, SLOTS, RING,
                      HALF_BLOCKS, OVERLAPS)),
         (_producer, (q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring,
                      handover, windows_ptr, bands_ptr, blocks0_ptr, blocks1_ptr, head, kv_head, p0, first, start,
-                     windows, bands, columns, tile_blocks, halves0, halves1, blocked, uneven, size, D, STAGES, SLOTS,
-                     RING, HALF_BLOCKS, OVERLAPS)),
+                     windows, bands, columns, sink, tile_blocks, halves0, halves1, blocked, uneven, size, D, STAGES,
+                     SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
     ], [4, 1], [240, 24])

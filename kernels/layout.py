@@ -81,6 +81,8 @@ class Layout:
     block_count: torch.Tensor
     block_slot: tuple[int, ...]
     block_size: tuple[int, ...]
+    plans: tuple[HeadPlan, ...] = ()
+    """What the heads asked for, where known: kernels may take from it what they cannot ask the device."""
 
     @property
     def rows(self) -> int:

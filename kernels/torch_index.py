@@ -76,6 +76,7 @@ def build(
         block_count=block_count,
         block_slot=slots,
         block_size=tuple(plan.block_size for plan in plans),
+        plans=tuple(plans),
     )
     if tile == 1:
         return requested, requested

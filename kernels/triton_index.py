@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from headscope.kernels import triton_scores, triton_select
+from headscope.kernels import triton_runs, triton_scores, triton_select
 from headscope.kernels.layout import PAD, HeadPlan, Layout, max_windows, nearest_window
 from headscope.kernels.torch_index import Sampling, sampled_rows
 from headscope.kernels.triton_common import check_inputs, device_ints, packed
@@ -24,78 +22,6 @@ _WEIGHTS = 2**28
 
 _BLOCK_SCORES = 2**26
 """Block scores formed at a time: 256 MiB."""
-
-
-@triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit(do_not_specialize=("flag_size", "bands_cap", "windows_cap"))
-def _runs_kernel(
-    flag_ptr, length_ptr, row_ptr, bands_ptr, band_count_ptr, windows_ptr, window_count_ptr,
-    flag_size, bands_cap, windows_cap, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Chosen distances of one head as ascending bands (program 0) and, by `tiles/1`, as windows (program 1)."""
-    line = tl.program_id(0).to(tl.int64)
-    length = tl.load(length_ptr + line)
-    row = tl.load(row_ptr + line).to(tl.int64)
-    flag_ptr += line * flag_size
-    if tl.program_id(1) == 0:
-        _bands(flag_ptr, bands_ptr + row * bands_cap * 2, band_count_ptr + row, length, bands_cap, CHUNK)
-    else:
-        _windows(flag_ptr, windows_ptr + row * windows_cap, window_count_ptr + row, length, windows_cap, CHUNK)
-
-
-@triton.jit
-def _bands(flag_ptr, bands_ptr, count_ptr, length, bands_cap, CHUNK: tl.constexpr):
-    n_first = 0
-    n_last = 0
-    for at in range(0, length, CHUNK):
-        distance = at + tl.arange(0, CHUNK)
-        here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32)
-        beside = tl.load(flag_ptr + distance - 1, mask=(distance > 0) & (distance <= length), other=0).to(tl.int32)
-        after = tl.load(flag_ptr + distance + 1, mask=distance + 1 < length, other=0).to(tl.int32)
-        first = here * (1 - beside)
-        last = here * (1 - after)
-        place = n_first + tl.cumsum(first, 0) - 1
-        tl.store(bands_ptr + place * 2, distance, mask=(first > 0) & (place < bands_cap))
-        place = n_last + tl.cumsum(last, 0) - 1
-        tl.store(bands_ptr + place * 2 + 1, distance, mask=(last > 0) & (place < bands_cap))
-        n_first += tl.sum(first, 0)
-        n_last += tl.sum(last, 0)
-    tl.store(count_ptr, n_first)
-
-
-@triton.jit
-def _windows(flag_ptr, windows_ptr, count_ptr, length, windows_cap, CHUNK: tl.constexpr):
-    """R = 64, W = 128. A run's distances touch windows in ascending order, so a window is new when it lies beyond the
-    last window of the chosen distance before, which is known without a scan over windows."""
-    latest = -(2**30)
-    start = -1
-    n_windows = 0
-    for at in range(0, length, CHUNK):
-        distance = at + tl.arange(0, CHUNK)
-        here = tl.load(flag_ptr + distance, mask=distance < length, other=0).to(tl.int32) > 0
-        beside = tl.load(flag_ptr + distance - 1, mask=(distance > 0) & (distance <= length), other=0).to(tl.int32) > 0
-        before = tl.associative_scan(tl.where(beside, distance - 1, -(2**30)), 0, _later)
-        before = tl.maximum(before, latest)
-        opens = here & (distance - before >= 192)
-        run = tl.maximum(tl.associative_scan(tl.where(opens, distance, -1), 0, _later), start)
-        one = run + 64 + (distance - run) // 128 * 128
-        two = run + 64 + (distance - run + 63) // 128 * 128
-        reached = tl.where(opens, -1, run + 64 + (before - run + 63) // 128 * 128)
-        new_one = (here & (one > reached) & (one - 127 < length)).to(tl.int32)
-        new_two = (here & (two > reached) & (two > one) & (two - 127 < length)).to(tl.int32)
-        new = new_one + new_two
-        place = n_windows + tl.cumsum(new, 0) - new
-        tl.store(windows_ptr + place, one, mask=(new_one > 0) & (place < windows_cap))
-        place += new_one
-        tl.store(windows_ptr + place, two, mask=(new_two > 0) & (place < windows_cap))
-        n_windows += tl.sum(new, 0)
-        latest = tl.maximum(latest, tl.max(tl.where(here, distance, -(2**30)), 0))
-        start = tl.maximum(start, tl.max(run, 0))
-    tl.store(count_ptr, n_windows)
 
 
 @dataclass(frozen=True)
@@ -147,6 +73,7 @@ def build(
         "tile": tile, "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "starts": starts,
         "columns": table.columns, "column_count": device_ints(columns, q.device), "blocks": blocks,
         "block_count": block_count, "block_slot": slots, "block_size": tuple(plan.block_size for plan in plans),
+        "plans": tuple(plans),
     }  # fmt: skip
     requested = Layout(
         windows=table.grid, window_count=table.grid_count, bands=table.bands, band_count=table.band_count, **shared
@@ -197,19 +124,23 @@ def _choose_lines(
     starts: tuple[int, ...], scale: float, estimator: Sampling, tile: int, table: _Tables,
 ) -> None:  # fmt: skip
     """Columns, distances and windows of the vertical-slash heads `online`, written into `table`."""
-    device, query_heads, q_len, kv_len = q.device, q.shape[1], q.shape[2], k.shape[2]
+    device, q_len, kv_len = q.device, q.shape[2], k.shape[2]
     heads = device_ints(tuple(online), device)
     own = tuple(lengths[n] for n in online)
     rows = _sampled_rows(starts, q_len, kv_len, estimator, device)
-    weight, column_score = triton_scores.weights(
-        q, k, heads, rows, device_ints(starts, device), scale,
-        estimator.statistic == "logit", estimator.columns == "max",
-    )  # fmt: skip
-    removed = estimator.overlap == "removed"
-    flags = torch.empty(len(online), kv_len, dtype=torch.uint8, device=device)
+    sampled = triton_scores.norms(q, k, heads, rows, device_ints(starts, device), scale, estimator.statistic == "logit")
+    by_max, removed = estimator.columns == "max", estimator.overlap == "removed"
+    flags = torch.empty(len(online), kv_len, dtype=torch.uint8, device=device) if removed else None
     sink, vertical = [plans[n].sink for n in online], [plans[n].vertical for n in online]
-    _choose(column_score, sink, vertical, own, heads, out=table.columns, flags=flags if removed else None)
-    score = triton_scores.distances(weight, heads, rows, query_heads, estimator.slashes, flags if removed else None)
+    # One row follows another in the tail, so distances need nothing kept, unless they wait for the chosen columns.
+    at_once = estimator.where == "tail" and sampled.chunks == 1 and estimator.slashes == "sum" and not removed
+    if at_once:
+        column_score, score = triton_scores.tail(sampled, by_max)
+    else:
+        weight, column_score = triton_scores.weights(sampled, by_max)
+    _choose(column_score, sink, vertical, own, heads, out=table.columns, flags=flags)
+    if not at_once:
+        score = triton_scores.distances(sampled, weight, estimator.slashes, flags)
     by_windows = [line for line, n in enumerate(online) if plans[n].windows]
     by_distance = [line for line, n in enumerate(online) if not plans[n].windows]
     if by_windows:
@@ -223,11 +154,8 @@ def _choose_lines(
         local, slash = [plan.local for plan in slashes], [plan.slash for plan in slashes]
         _choose(pick, local, slash, own_here, rows_here, flags=chosen)
         length_here = device_ints(own_here, device)
-        _runs_kernel[(len(by_distance), 2 if tile > 1 else 1)](
-            chosen, length_here, rows_here, table.bands, table.band_count, table.windows, table.window_count,
-            chosen.shape[1], table.bands.shape[1], table.windows.shape[1],
-            CHUNK=4096, num_warps=8,
-        )  # fmt: skip
+        windows = table.windows if tile > 1 else None
+        triton_runs.write(chosen, length_here, rows_here, table.bands, table.band_count, windows, table.window_count)
     if by_windows and table.windows is not table.grid:
         at = device_ints(tuple(online[line] for line in by_windows), device).long()
         table.windows[at, : table.grid.shape[1]] = table.grid[at]

@@ -1,19 +1,27 @@
 """Scores of the online index in Triton: sampled-row statistics per column and distance, block means, window masses.
 
 Sums run in float32 in a fixed order. Two passes over K: the sampled rows' log-sum-exp (or mean logit), then the
-statistic itself, kept for the sampled rows only (`[heads, rows, n]`, linear in the length), added up per column
-at once and along the diagonals by a third kernel. See `torch_index` for the meaning.
+statistic itself, added up per column at once. Where the sampled rows follow one another, its tiles are added up along
+their diagonals on the spot; else it is kept for the sampled rows (`[heads, rows, n]`, linear in the length) and a
+third kernel adds it up. See `torch_index` for the meaning.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headscope.kernels.triton_common import FLOOR, LOG2E, descriptor, pad_dim, precision
 
 SPLITS = 32
+
+PROGRAMS = 1024
+"""Programs that a pass over the keys of all heads is split into, as far as 16 tiles a program go."""
 
 
 @triton.jit
@@ -41,17 +49,18 @@ def _norm_kernel(
     top = tl.full([64], FLOOR, tl.float32)
     total = tl.zeros([64], tl.float32)
     last = tl.minimum((split + 1) * per_split, tl.max(row, 0) // 128 + 1)
+    oldest = tl.min(row, 0)
     for tile in tl.range(split * per_split, last, num_stages=3):
-        columns = tile * 128 + tl.arange(0, 128)
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        seen = row[:, None] >= columns[None, :]
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if oldest < tile * 128 + 127:
+            hidden = 0.0 if LOGIT else float("-inf")
+            scores = tl.where(row[:, None] >= (tile * 128 + tl.arange(0, 128))[None, :], scores, hidden)
         if LOGIT:
-            total += tl.sum(tl.where(seen, scores, 0.0), 1)
+            total += tl.sum(scores * scale, 1)
         else:
-            scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            total = total * tl.math.exp2(top - new_top) + tl.sum(tl.math.exp2(scores - new_top[:, None]), 1)
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            total = total * tl.math.exp2(top - new_top) + tl.sum(tl.math.exp2(scores * scale - new_top[:, None]), 1)
             top = new_top
     out = ((slot * row_chunks + chunk) * tl.num_programs(1) + split) * 64 + tl.arange(0, 64)
     tl.store(top_ptr + out, top)
@@ -92,7 +101,7 @@ def _weights_kernel(
         columns = tile * 128 + tl.arange(0, 128)
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
         if SINGLE:
-            weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
+            weight = _statistic(row, q, k, norm, tile * 128, scale, LOGIT, PRECISION)
             _store_tile(weight_ptr, weight, slot.to(tl.int64) * tiles + tile, row_chunks, 0)
             best = _per_column(row, weight, BY_MAX)
         else:
@@ -100,11 +109,55 @@ def _weights_kernel(
             for chunk in range(row_chunks):
                 row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, chunk * 64, rows_cap, q_len, D, WIDTH)
                 norm = _join(top_ptr, total_ptr, slot * row_chunks + chunk, row, LOGIT, SPLITS)
-                weight = _statistic(row, q, k, norm, columns, scale, LOGIT, PRECISION)
+                weight = _statistic(row, q, k, norm, tile * 128, scale, LOGIT, PRECISION)
                 _store_tile(weight_ptr, weight, slot.to(tl.int64) * tiles + tile, row_chunks, chunk)
                 here = _per_column(row, weight, BY_MAX)
                 best = tl.maximum(best, here) if BY_MAX else best + here
         tl.store(column_ptr + slot.to(tl.int64) * span + columns, best)
+
+
+@triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "span", "tiles", "per_program"))
+def _tail_kernel(
+    q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, column_ptr, distance_ptr, q_len, kv_len, heads,
+    group, rows_cap, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr,
+    BY_MAX: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores per column and per distance of up to 64 sampled rows that follow one another.
+
+    With the tile's first column c and the first row R, row i turned by i puts the cells of distance R - c - 127 + u
+    in place u (cells with i <= u) and those of distance R - c + 1 + u (cells with i > u). The latter share their
+    distances with the former of the tile before, so a program looks at one tile more than its own.
+    """
+    slot = tl.program_id(0)
+    head = tl.load(heads_ptr + slot)
+    sequence = head // heads
+    start = tl.load(starts_ptr + sequence)
+    kv_head = sequence * (heads // group) + head % heads // group
+    row, q = _sampled(q_ptr, rows_ptr, sequence, head, kv_len - q_len - start, 0, rows_cap, q_len, D, WIDTH)
+    norm = _join(top_ptr, total_ptr, slot, row, LOGIT, SPLITS)
+    oldest = tl.load(rows_ptr + sequence * rows_cap)
+    first = tl.program_id(1) * per_program
+    last = tl.minimum(first + per_program, tiles)
+    place = tl.arange(0, 128)
+    # Lanes and registers of one thread hold 8 places of 4 rows each, so that no two lanes meet in a memory bank.
+    entry = tl.arange(0, 8192)
+    step = (entry >> 8 & 15) * 4 + (entry >> 3 & 3)
+    spot = (entry >> 12) * 64 + (entry >> 5 & 7) * 8 + (entry & 7)
+    turn = step + 127 - spot & 127
+    turn = (turn >> 3) * 512 + step * 8 + (turn & 7)
+    line = slot.to(tl.int64) * span
+    before = tl.zeros([128], tl.float32)
+    for tile in tl.range(first, last + 1, num_stages=2):
+        columns = tile * 128 + place
+        k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
+        weight = _statistic(row, q, k, norm, tile * 128, scale, LOGIT, PRECISION)
+        tl.store(column_ptr + line + columns, _per_column(row, weight, BY_MAX), mask=columns < last * 128)
+        turned = tl.gather(weight.reshape(64, 16, 8).permute(1, 0, 2).reshape(8192), turn, 0)
+        beyond = _over_rows(tl.where(step > spot, turned, 0.0).reshape(2, 16, 8, 4, 8), False)
+        distance = oldest - tile * 128 + 1 + place
+        own = (distance >= 0) & (distance < span) & ((tile > first) | (first == 0))
+        tl.store(distance_ptr + line + distance, before + beyond, mask=own)
+        before = _over_rows(tl.where(step <= spot, turned, 0.0).reshape(2, 16, 8, 4, 8), False)
 
 
 @triton.jit
@@ -115,19 +168,39 @@ def _store_tile(weight_ptr, weight, tile, row_chunks, chunk):
 
 
 @triton.jit
-def _statistic(row, q, k, norm, columns, scale, LOGIT: tl.constexpr, PRECISION: tl.constexpr):
+def _statistic(row, q, k, norm, column, scale, LOGIT: tl.constexpr, PRECISION: tl.constexpr):
+    """The statistic [64, 128] of the rows at columns `column ..`; 0 beyond the diagonal and in rows that are none."""
     weight = tl.dot(q, k.T, input_precision=PRECISION) * scale - norm[:, None]
     if LOGIT == 0:
         weight = tl.math.exp2(weight)
-    return tl.where(row[:, None] >= columns[None, :], weight, 0.0)
+    if tl.min(row, 0) < column + 127:
+        weight = tl.where(row[:, None] >= (column + tl.arange(0, 128))[None, :], weight, 0.0)
+    return weight
+
+
+@triton.jit
+def _over_rows(spread, BY_MAX: tl.constexpr):
+    """Sum or maximum [128] of [2, rows / 4, 8, 4, 8]: places of 64, 8 and 1, rows of 4 (one thread's) and 1 (lanes)."""
+    if BY_MAX:
+        return tl.max(tl.max(spread, 1), 2).reshape(128)
+    else:
+        return tl.sum(tl.sum(spread, 1), 2).reshape(128)
 
 
 @triton.jit
 def _per_column(row, weight, BY_MAX: tl.constexpr):
+    """Sum or maximum [128] over the rows. Rows 8 apart lie in one thread of the product; the rest passes through shared
+    memory, without two lanes in one bank, since a reduction over lanes would take several times the instructions."""
     if BY_MAX:
-        return tl.max(tl.where((row >= 0)[:, None], weight, float("-inf")), 0)
+        weight = tl.where((row >= 0)[:, None], weight, float("-inf"))
+        part = tl.max(weight.reshape(4, 2, 8, 128), 1)
     else:
-        return tl.sum(weight, 0)
+        part = tl.sum(weight.reshape(4, 2, 8, 128), 1)
+    entry = tl.arange(0, 4096)
+    row_of = (entry >> 9 & 3) * 1024 + ((entry >> 8 & 1) * 4 + (entry >> 3 & 3)) * 8
+    column_of = ((entry >> 11) * 8 + (entry >> 5 & 7)) * 64 + (entry & 7)
+    part = part.reshape(4, 8, 16, 8).permute(0, 2, 1, 3).reshape(4096)
+    return _over_rows(tl.gather(part, row_of + column_of, 0).reshape(2, 8, 8, 4, 8), BY_MAX)
 
 
 @triton.jit(do_not_specialize=("heads", "rows_cap", "row_chunks", "span", "flag_size"))
@@ -208,50 +281,103 @@ def _means_kernel(
     tl.store(out_ptr + (line.to(tl.int64) * blocks + block) * D + dim, mean, mask=dim < D)
 
 
-def weights(
-    q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, scale: float,
-    logit: bool, by_max: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The statistic of the sampled rows, float32 [lines, tiles, rows, 128], and its score per column
-    [lines, span], with `span` the keys rounded up to tiles of 128.
+@dataclass(frozen=True)
+class Sampled:
+    """The rows of each head that are looked at, and how: the arguments that every kernel of the estimate shares.
 
-    `heads` int32 [lines] says which head (of B * Hq) a line is, `rows` int32 [B, r] the own positions sampled.
+    `heads` int32 [lines] says which head (of B * Hq) a line is, `rows` int32 [B, r] the own positions sampled (-1
+    where a sequence has fewer). `top` and `total` [lines, chunks, splits, 64] are their norms, from `norms`.
     """
-    head_dim, width = q.shape[-1], pad_dim(q.shape[-1])
-    lines, rows_cap, kv_len = heads.shape[0], rows.shape[1], k.shape[2]
-    chunks, tiles = -(-rows_cap // 64), -(-kv_len // 128)
+
+    q: torch.Tensor
+    keys: TensorDescriptor
+    rows: torch.Tensor
+    heads: torch.Tensor
+    starts: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+    kv_len: int
+    group: int
+    unit: float
+    logit: bool
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.kv_len // 128)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows.shape[1] // 64)
+
+    def _pointers(self) -> tuple[Any, ...]:
+        return self.q, self.keys, self.rows, self.heads, self.starts, self.top, self.total
+
+    def _sizes(self) -> tuple[int, ...]:
+        return self.q.shape[2], self.kv_len, self.q.shape[1], self.group, self.rows.shape[1]
+
+    def _constants(self) -> dict[str, Any]:
+        dim = self.q.shape[-1]
+        return {"D": dim, "WIDTH": pad_dim(dim), "LOGIT": self.logit, "PRECISION": precision(self.q.dtype)}
+
+    def _per_program(self) -> int:
+        return max(1, min(16, self.tiles * self.heads.shape[0] // PROGRAMS))
+
+    def _lines(self, *size: int) -> torch.Tensor:
+        return torch.empty(self.heads.shape[0], *size, dtype=torch.float32, device=self.q.device)
+
+
+def norms(
+    q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, scale: float,
+    logit: bool,
+) -> Sampled:  # fmt: skip
+    """The sampled rows with their log-sum-exps (or sums of logits), from a first pass over K."""
+    lines, kv_len = heads.shape[0], k.shape[2]
+    tiles, chunks = -(-kv_len // 128), -(-rows.shape[1] // 64)
     splits = min(SPLITS, triton.next_power_of_2(tiles))
-    span = tiles * 128
     top = torch.empty(lines, chunks, splits, 64, dtype=torch.float32, device=q.device)
-    total = torch.empty_like(top)
-    weight = torch.empty(lines, tiles, chunks * 64, 128, dtype=torch.float32, device=q.device)
-    column = torch.empty(lines, span, dtype=torch.float32, device=q.device)
-    shape = (q.shape[2], kv_len, q.shape[1], q.shape[1] // k.shape[1], rows_cap)
-    unit = scale if logit else scale * LOG2E
-    keys = descriptor(k, 128, width)
-    _norm_kernel[(lines, splits, chunks)](
-        q, keys, rows, heads, starts, top, total, *shape, tiles, -(-tiles // splits), chunks, unit,
-        D=head_dim, WIDTH=width, LOGIT=logit, PRECISION=precision(q.dtype), num_warps=4,
+    sampled = Sampled(
+        q, descriptor(k, 128, pad_dim(q.shape[-1])), rows, heads, starts, top, torch.empty_like(top), kv_len,
+        q.shape[1] // k.shape[1], scale if logit else scale * LOG2E, logit,
     )  # fmt: skip
-    per_program = max(1, min(16, tiles * lines // 1024))
-    _weights_kernel[(lines, -(-tiles // per_program))](
-        q, keys, rows, heads, starts, top, total, weight, column, *shape, chunks, span, tiles, per_program, unit,
-        D=head_dim, WIDTH=width, LOGIT=logit, BY_MAX=by_max, SINGLE=chunks == 1, SPLITS=splits,
-        PRECISION=precision(q.dtype), num_warps=4,
+    _norm_kernel[(lines, splits, chunks)](
+        *sampled._pointers(), *sampled._sizes(), tiles, -(-tiles // splits), chunks, sampled.unit,
+        **sampled._constants(), num_warps=8,
+    )  # fmt: skip
+    return sampled
+
+
+def tail(sampled: Sampled, by_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores per column and sums per distance, float32 [lines, span], of up to 64 rows that follow one another;
+    `span` is the keys rounded up to tiles of 128."""
+    span = sampled.tiles * 128
+    column, distance = sampled._lines(span), sampled._lines(span).zero_()
+    per_program = sampled._per_program()
+    _tail_kernel[(column.shape[0], -(-sampled.tiles // per_program))](
+        *sampled._pointers(), column, distance, *sampled._sizes(), span, sampled.tiles, per_program, sampled.unit,
+        **sampled._constants(), BY_MAX=by_max, SPLITS=sampled.top.shape[2], num_warps=8,
+    )  # fmt: skip
+    return column, distance
+
+
+def weights(sampled: Sampled, by_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The statistic of the sampled rows, float32 [lines, tiles, rows, 128], and its score per column [lines, span]."""
+    tiles, chunks = sampled.tiles, sampled.chunks
+    weight, column = sampled._lines(tiles, chunks * 64, 128), sampled._lines(tiles * 128)
+    per_program = sampled._per_program()
+    _weights_kernel[(column.shape[0], -(-tiles // per_program))](
+        *sampled._pointers(), weight, column, *sampled._sizes(), chunks, tiles * 128, tiles, per_program, sampled.unit,
+        **sampled._constants(), BY_MAX=by_max, SINGLE=chunks == 1, SPLITS=sampled.top.shape[2], num_warps=4,
     )  # fmt: skip
     return weight, column
 
 
-def distances(
-    weight: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, query_heads: int, how: str,
-    chosen: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def distances(sampled: Sampled, weight: torch.Tensor, how: str, chosen: torch.Tensor | None) -> torch.Tensor:
     """float32 [lines, span]: the statistic per distance; `chosen` uint8 [lines, T] columns are left out."""
-    lines, tiles, padded, _ = weight.shape
-    span = tiles * 128
-    out = torch.empty(lines, span, dtype=torch.float32, device=weight.device)
-    _distances_kernel[(-(-span // 256), lines)](
-        weight, rows, heads, rows if chosen is None else chosen, out, query_heads, rows.shape[1], padded // 64, span,
+    rows, span = sampled.rows, sampled.tiles * 128
+    out = sampled._lines(span)
+    _distances_kernel[(-(-span // 256), out.shape[0])](
+        weight, rows, sampled.heads, rows if chosen is None else chosen, out, sampled.q.shape[1], rows.shape[1],
+        sampled.chunks, span,
         0 if chosen is None else chosen.shape[1],
         MEAN=how != "sum", SHRUNK=how == "shrunk", REMOVED=chosen is not None, BLOCK=256, num_warps=4,
     )  # fmt: skip

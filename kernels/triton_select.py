@@ -93,6 +93,17 @@ def _write_kernel(
         tl.store(flag_ptr + line.to(tl.int64) * flag_size + place, counted.to(tl.uint8), mask=place < flag_size)
 
 
+@triton.jit(do_not_specialize=("size",))
+def _open_kernel(score_ptr, forced_ptr, length_ptr, out_ptr, size, CHUNK: tl.constexpr):
+    """Scores that compete for a budget: -inf where a position is forced, beyond the length, or no number."""
+    line = tl.program_id(1)
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    at = line.to(tl.int64) * size + place
+    score = tl.load(score_ptr + at, mask=place < size, other=0.0)
+    competes = (place >= tl.load(forced_ptr + line)) & (place < tl.load(length_ptr + line)) & (score == score)
+    tl.store(out_ptr + at, tl.where(competes, score, float("-inf")), mask=place < size)
+
+
 def cut_values(
     score: torch.Tensor, forced: tuple[int, ...], budget: tuple[int, ...], lengths: tuple[int, ...]
 ) -> torch.Tensor:
@@ -101,30 +112,18 @@ def cut_values(
     most = max(0, *asked)
     if most <= 0:
         return torch.full((score.shape[0],), torch.inf, device=score.device)
-    open_ = score.clone()
-    if any(n < score.shape[1] for n in lengths) or any(forced):
-        # Host integers only: lines mostly share their bounds, so this is one or two small fills.
-        for line, (first, length) in _shared_bounds(forced, lengths):
-            open_[line, :first] = -torch.inf
-            open_[line, length:] = -torch.inf
-    open_ = open_.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    lines, size = score.shape
+    competing = torch.empty_like(score)
+    _open_kernel[(-(-size // CHUNK), lines)](
+        score, device_ints(forced, score.device), device_ints(lengths, score.device), competing, size,
+        CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
     if min(asked) == most:
-        return open_.topk(most, -1, sorted=False).values.amin(-1)
-    best = open_.topk(most, -1, sorted=True).values
+        return competing.topk(most, -1, sorted=False).values.amin(-1)
+    best = competing.topk(most, -1, sorted=True).values
     wanted = device_ints(tuple(asked), score.device)
     cut = best.gather(1, (wanted - 1).clamp(min=0).long()[:, None])[:, 0]
     return torch.where(wanted > 0, cut, torch.inf)
-
-
-def _shared_bounds(forced: tuple[int, ...], lengths: tuple[int, ...]) -> list[tuple[slice, tuple[int, int]]]:
-    """Runs of lines with equal bounds."""
-    runs: list[tuple[slice, tuple[int, int]]] = []
-    for line, bounds in enumerate(zip(forced, lengths, strict=True)):
-        if runs and runs[-1][1] == bounds:
-            runs[-1] = (slice(runs[-1][0].start, line + 1), bounds)
-        else:
-            runs.append((slice(line, line + 1), bounds))
-    return runs
 
 
 def write(

@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from headscope.kernels import gluon_attention, gluon_dense, gluon_mass, gluon_sparse
-from headscope.kernels.gluon_compat import OVERLAPPING_VIEWS, tile_layout
+from headscope.kernels.gluon_compat import tile_layout
 
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that one block of an H100 or H200 may have."""
@@ -71,7 +71,7 @@ def dense(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cost:
 def sparse(head_dim: int, half_blocks: bool, overlaps: bool, dtype: torch.dtype = torch.bfloat16) -> Cost:
     config = gluon_attention.SPARSE[head_dim]
     piece, rows = box(64, 64, dtype), box(64, head_dim, dtype)
-    boxes = {"q_d": piece, "k_d": piece, "kc_d": piece, "v_d": rows, "vc_d": rows, "o_d": rows}
+    boxes = {"q_d": piece, "k_d": piece, "kc_d": piece, "o_d": piece, "v_d": rows, "vc_d": rows}
     constants = {
         "D": head_dim, "STAGES": config.stages, "SLOTS": config.slots, "RING": config.ring,
         "HALF_BLOCKS": half_blocks, "OVERLAPS": overlaps,
@@ -94,9 +94,8 @@ def all_costs() -> dict[str, Cost]:
     costs = {f"dense {d}": dense(d) for d in gluon_attention.HEAD_SIZES}
     costs |= {f"mass {d}": mass(d) for d in gluon_attention.HEAD_SIZES}
     costs["dense 128 fp16"] = dense(128, torch.float16)
-    if OVERLAPPING_VIEWS:
-        costs |= {f"sparse {d}": sparse(d, True, True) for d in gluon_attention.HEAD_SIZES}
-        costs["sparse 128 plain"] = sparse(128, False, False)
+    costs |= {f"sparse {d}": sparse(d, True, True) for d in gluon_attention.HEAD_SIZES}
+    costs |= {f"sparse {d} plain": sparse(d, False, False) for d in gluon_attention.HEAD_SIZES}
     return costs
 
 

@@ -47,8 +47,7 @@ def test_registers_spills_and_shared_memory(end: str, tmp_path: Path) -> None:
         pytest.skip("no second Triton in .venv/triton-3.9")
     version, costs = costs_under(OTHER if end == "3.9" else None, tmp_path)
     assert version.startswith("3.9.") or end == "installed", version
-    # The sparse kernel is refused on 3.8 and 3.9, see `gluon_compat.OVERLAPPING_VIEWS`.
-    assert len(costs) == (7 if version.startswith(("3.8.", "3.9.")) else 11)
+    assert len(costs) == 13
     spills = SPILLS_39 if version.startswith("3.9.") else SPILLS
     for cost in costs:
         name = cost["kernel"]

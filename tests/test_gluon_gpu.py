@@ -62,6 +62,24 @@ def test_attention_over_layouts(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @hopper
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+def test_attention_over_patterns(head_dim: int, dtype: torch.dtype) -> None:
+    """Layouts that know their plans, which choose between the kernel with a second pass and the one without."""
+    from headscope.kernels import gluon_attention
+
+    seen = {True: 0, False: 0}
+    for seed in range(200):
+        case = triton_cases.built_case(seed, "cuda", dtype, head_dim, LENGTHS)
+        seen[gluon_attention.may_overlap(case.layout)] += 1
+        out, lse = gluon_attention.attend(case.q, case.k, case.v, case.layout, case.scale)
+        expected, expected_lse = triton_cases.truth(case)
+        allowed = max(2 * triton_cases.plain_error(case, membership.mask(case.layout), expected), FLOOR[dtype])
+        assert triton_cases.error_of(out, expected) <= allowed, case.name
+        assert triton_cases.lse_error(lse, expected_lse) <= 2e-5, case.name
+    assert min(seen.values()) > 20
+
+
+@hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_dense(head_dim: int, dtype: torch.dtype) -> None:

@@ -212,6 +212,53 @@ def test_index_equals_torch(plans: str, estimator: int) -> None:
 
 
 @inside
+@pytest.mark.parametrize("programs", [1, 30, 10_000])
+def test_tail_sums(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column scores and distance sums do not depend on how tiles are dealt to programs, and equal float64 sums."""
+    from headscope.kernels import triton_scores
+
+    monkeypatch.setattr(triton_scores, "PROGRAMS", programs)
+    generator = torch.Generator().manual_seed(programs)
+    q, k = torch.randn(1, 3, 40, 16, generator=generator), torch.randn(1, 1, 2100, 16, generator=generator)
+    heads, starts = torch.arange(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    rows = torch.tensor([[*range(2060, 2100), *[-1] * 24]], dtype=torch.int32)
+    column, distance = triton_scores.tail(triton_scores.norms(q, k, heads, rows, starts, 0.25, False), False)
+    weight = torch_index.row_statistic(q[0].double(), k[0].double(), rows[0, :40].long(), 0.25, "probability")
+    assert torch.allclose(column[:, :2100], weight.sum(1).float(), atol=1e-6)
+    expected = torch_index.distance_sums(weight, rows[0, :40].long(), "sum")
+    assert torch.allclose(distance[:, :2100], expected.float(), atol=1e-6)
+
+
+@inside
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_over_chunks(seed: int) -> None:
+    """Lists of chosen distances, with runs and gaps across the ends of chunks."""
+    from headscope.kernels import triton_runs
+
+    rng = random.Random(seed)
+    length = rng.choice((1, 4096, 4097, 9000, 13000))
+    flags = torch.zeros(3, length, dtype=torch.uint8)
+    for line in range(3):
+        for _ in range(rng.choice((1, 20, 200))):
+            begin = rng.choice((0, 4095, 4096, 8191 - rng.randrange(300), rng.randrange(length)))
+            flags[line, begin : begin + rng.choice((1, 2, 64, 65, 191, 192, 700))] = 1
+    lengths = torch.full((3,), length, dtype=torch.int32)
+    bands, windows = (torch.full((3, length + 2, *more), PAD, dtype=torch.int32) for more in ((2,), ()))
+    counts = torch.zeros(2, 3, dtype=torch.int32)
+    order = torch.tensor([2, 0, 1], dtype=torch.int32)
+    triton_runs.write(flags, lengths, order, bands, counts[0], windows, counts[1])
+    expected, many = torch_index.positions(torch_index.run_windows(flags.bool(), lengths, 128))
+    for line, row in enumerate(order.tolist()):
+        assert counts[1][row] == many[line]
+        assert windows[row, : many[line]].tolist() == expected[line, : many[line]].tolist()
+        marked = flags[line].tolist()
+        edges = [d for d in range(length) if marked[d] and (d == 0 or not marked[d - 1])]
+        ends = [d for d in range(length) if marked[d] and (d == length - 1 or not marked[d + 1])]
+        assert bands[row, : counts[0][row]].tolist() == [list(pair) for pair in zip(edges, ends, strict=True)]
+        assert (bands[row, counts[0][row] :] == PAD).all() and (windows[row, many[line] :] == PAD).all()
+
+
+@inside
 @pytest.mark.parametrize("seed", range(6))
 def test_index_ties_and_budgets(seed: int) -> None:
     """Many equal scores: exactly the budget is chosen, smaller positions first."""

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headscope.kernels import triton_attention, triton_index, triton_mass, triton_plan, triton_scores, triton_select
+from headscope.kernels import triton_attention, triton_mass, triton_plan, triton_runs, triton_scores, triton_select
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -84,7 +84,7 @@ def others(capability: int) -> list[dict[str, Any]]:
     """The index and measurement kernels, for bf16 heads of 128."""
     tile = {"q_d": _tile("bf16", 64, 128), "k_d": _tile("bf16", 128, 128), "q_ptr": "*bf16"}
     floats = dict.fromkeys(
-        ("lse_ptr", "out_ptr", "top_ptr", "total_ptr", "weight_ptr", "column_ptr", "in_ptr"), "*fp32"
+        ("lse_ptr", "out_ptr", "top_ptr", "total_ptr", "weight_ptr", "column_ptr", "distance_ptr", "in_ptr"), "*fp32"
     )
     bytes_ = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
     types = tile | floats | bytes_
@@ -95,9 +95,10 @@ def others(capability: int) -> list[dict[str, Any]]:
         ("norms", triton_scores._norm_kernel, types, wide | {"LOGIT": False}),
         ("weights", triton_scores._weights_kernel, types,
          wide | {"LOGIT": False, "BY_MAX": False, "SINGLE": True, "SPLITS": 32}),
+        ("tail", triton_scores._tail_kernel, types, wide | {"LOGIT": False, "BY_MAX": False, "SPLITS": 32}),
         ("distances", triton_scores._distances_kernel, types,
          {"MEAN": True, "SHRUNK": True, "REMOVED": True, "BLOCK": 256}),
-        ("runs", triton_index._runs_kernel, lines, {"CHUNK": 4096}),
+        ("runs", triton_runs._write_kernel, lines, {"CHUNK": triton_runs.CHUNK, "CHUNKS": 32}),
         ("write", triton_select._write_kernel, score,
          {"MODE": 0, "LIST": True, "COUNT": True, "FLAGS": True, "CHUNK": triton_select.CHUNK}),
         ("boxes", triton_plan._boxes_kernel, {}, {"TILE": 128}),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
-from headscope.kernels import reference
+from headscope.engine.estimator import Estimator
+from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Pattern, VerticalSlash
+from headscope.kernels import reference, torch_index
 from headscope.kernels.layout import PAD, Layout, tile_rows
 
 KINDS = ("dense", "windows", "a-shape", "blocks", "columns", "bands", "empty", "all")
@@ -54,6 +57,37 @@ def random_case(
     sizes = f"S{q_len} T{kv_len} {starts} D{head_dim} {dtype} W{tile}"
     name = f"{seed}: B{batch} H{kv_heads * group}/{kv_heads} {sizes} {kinds}"
     return Case(name, q, k, v, layout, rng.choice((1.0, 0.5, 2.0)) * head_dim**-0.5)
+
+
+def built_case(seed: int, device: str, dtype: torch.dtype, head_dim: int, lengths: tuple[int, ...]) -> Case:
+    """As `random_case`, but the layout is what the torch index builds for patterns, so it knows its plans."""
+    rng = random.Random(seed)
+    case = random_case(seed, device, (dtype,), (head_dim,), lengths, tiles=(128,))
+    old = case.layout
+    kinds = rng.choice((*[(kind,) for kind in PATTERNS], tuple(PATTERNS), tuple(PATTERNS)))
+    patterns = [PATTERNS[rng.choice(kinds)](rng) for _ in range(old.heads)]
+    plans = [pattern.plan(max(1, old.length(b))) for b in range(old.batch) for pattern in patterns]
+    arguments = (plans, old.starts, case.scale, Estimator(), 128)
+    layout = torch_index.build(case.q, case.k, *arguments)[1]
+    return replace(case, name=f"{case.name} {patterns}", layout=layout)
+
+
+def _fixed(rng: random.Random) -> Fixed:
+    """Columns, distances and blocks that share cells, or columns alone."""
+    columns = tuple(range(rng.choice((0, 3, 130)))) if rng.random() < 0.5 else tuple(rng.sample(range(400), 20))
+    distances = rng.choice(((), tuple(range(70)), (0, 1, 65, 200), tuple(range(5, 140))))
+    blocks = rng.choice(((), ((0, 0), (1, 0), (2, 1), (2, 2))))
+    return Fixed(columns, distances, blocks, rng.choice((64, 128)))
+
+
+PATTERNS: dict[str, Callable[[random.Random], Pattern]] = {
+    "dense": lambda rng: Dense(),
+    "a-shape": lambda rng: AShape(rng.choice((0, 1, 4, 64, 127, 128, 129, 300)), rng.choice((1, 7, 64, 128, 190, 400))),
+    "slash": lambda rng: VerticalSlash(rng.choice((4, 30, 150)), 70, sink=4, local=rng.choice((1, 70))),
+    "windows": lambda rng: VerticalSlash(rng.choice((0, 60)), windows=rng.choice((1, 3))),
+    "blocks": lambda rng: BlockSparse(rng.choice((1, 3)), rng.choice((64, 128))),
+    "fixed": _fixed,
+}
 
 
 def random_layout(
