@@ -8,6 +8,7 @@ memory is bounded, whatever the length.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,7 @@ ROWS = 64
 """Query rows of one item."""
 
 _SCORES = 2**20
-"""Score elements of one batch of items: 4 MiB in float32. Larger scratch goes back to the system after every batch:
-at 2**22 a layer of 9 A-shape heads of 2K tokens took 30,000 page faults and 20 to 60 % longer, and 6 heads cost far
-more than twice what 3 did."""
+"""Score elements of one batch of items: 4 MiB in float32, small enough to stay near the cores."""
 
 _FLAGS = 2**25
 """Key flags of one chunk of row blocks: 32 MiB."""
@@ -91,7 +90,8 @@ def attend(
     heads = (~whole).nonzero()[:, 0]
     if not len(heads):
         return out, lse
-    exact = _needs_mask(layout)
+    exact, scratch = _needs_mask(layout), _Scratch(q.device)
+    q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
     row_blocks = -(-layout.kv_len // ROWS)
     step = max(1, _FLAGS // (len(heads) * layout.kv_len))
     first = min(max(0, row) for row in layout.first_row) // ROWS
@@ -99,8 +99,34 @@ def attend(
         work = _items(layout, table, heads, block, min(block + step, row_blocks))
         for masked in (False, True):
             for items in _batches(work, exact if masked else ~exact):
-                _run(q, k, v, layout, table, scale, items, masked, out, lse)
+                _run(q, k, v, layout, table, scale, items, masked, out, lse, scratch)
     return out, lse
+
+
+class _Scratch:
+    """Buffers that the batches of one call share.
+
+    Freed ones would go back to the system after every batch, since glibc trims its heap: 40,000 page faults and a
+    fifth of the time in a layer of 9 heads of 2K tokens, by no rule that a cost model could follow.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """float32 of this shape, contents undefined, until the same name is taken again."""
+        size = math.prod(shape)
+        if name not in self._held or self._held[name].numel() < size:
+            self._held[name] = torch.empty(size, device=self._device)
+        return self._held[name][:size].view(shape)
+
+    def rows(self, name: str, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        """float32 [*which, D]: rows of x [n, D] by int64 number."""
+        if x.dtype != torch.float32:
+            return x[which].float()
+        buffer = self.take(name, which.numel(), x.shape[1])
+        return torch.index_select(x, 0, which.reshape(-1), out=buffer).view(*which.shape, x.shape[1])
 
 
 @dataclass(frozen=True)
@@ -230,6 +256,7 @@ def _run(
     masked: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
+    scratch: _Scratch,
 ) -> None:
     """One batch of items: gather, score, mask, softmax, combine, scatter into `out` and `lse`."""
     device = q.device
@@ -242,16 +269,18 @@ def _run(
     valid = (own < (layout.kv_len - starts[sequence])[:, None]) & (local >= 0)
     rows = local.clamp(0, layout.q_len - 1)
     queries = q[sequence[:, None], head[:, None], rows].float() * scale
-    at = keys + starts[sequence][:, None]
-    scores = queries @ k[sequence[:, None], (head // group)[:, None], at].float().transpose(-1, -2)
+    kv_heads, length, dim = k.shape[1:]
+    at = keys + (starts[sequence] + (sequence * kv_heads + head // group) * length)[:, None]
+    near = scratch.rows("keys", k.reshape(-1, dim), at).transpose(-1, -2)
+    scores = torch.bmm(queries, near, out=scratch.take("scores", len(at), ROWS, at.shape[1]))
     allowed = real[:, None, :] & (keys[:, None, :] <= own[..., None])
     if masked:
         allowed &= _cells(layout, table, items, own, keys)
-    scores.masked_fill_(~allowed, -torch.inf)
+    scores.masked_fill_(allowed.logical_not_(), -torch.inf)
     top = scores.amax(-1, keepdim=True)
     weight = scores.sub_(top.nan_to_num(neginf=0.0)).exp_()
     total = weight.sum(-1, keepdim=True)
-    values = v[sequence[:, None], (head // group)[:, None], at].float()
+    values = scratch.rows("keys", v.reshape(-1, v.shape[-1]), at)
     result = (weight @ values) / total.clamp(min=torch.finfo(torch.float32).tiny)
     where = (sequence[:, None].expand_as(rows)[valid], head[:, None].expand_as(rows)[valid], rows[valid])
     out[where] = result[valid].to(out.dtype)
