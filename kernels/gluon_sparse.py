@@ -675,7 +675,7 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(v_empty.index(STAGES), count=2)
     for i in gl.static_range(RINGS):
-        mbarrier.init(ring.index(i), count=1)
+        mbarrier.init(ring.index(i), count=1 + i // (RING * 8))  # both row blocks use the spare barrier at the end
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     gl.warp_specialize([
         (_consumer, (q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, handover, o_d, o_ptr, lse_ptr,

@@ -291,7 +291,8 @@ def _attend_kernel(
             # Behind a diagonal window and without bands, a column is read by all rows of a block or by none.
             fast = False
             if BITS:
-                behind = (tl.load(window_count_ptr + head) > 0) & (tl.load(edge_ptr) == 64)
+                nearest = tl.load(edge_ptr, mask=tl.load(counts_ptr + 2) > 0, other=0)
+                behind = (tl.load(window_count_ptr + head) > 0) & (nearest == 64)
                 fast = behind & (tl.load(band_count_ptr + head) == 0)
                 bits_ptr += (wide * row_blocks + block) * words
                 if fast:
