@@ -26,8 +26,9 @@ from streamlit import file_util
 from streamlit.runtime.pages_manager import PagesManager
 
 import headscope.engine
-from headscope.studio.lessons import chart
+from headscope.studio.lessons import chart, dense
 from headscope.studio.lessons.chapters import CHAPTERS
+from headscope.studio.theme import LIGHT
 
 APP = Path(str(headscope.engine.__file__)).resolve().parents[1] / "app.py"
 
@@ -53,13 +54,20 @@ def main(port: int) -> None:
     for name, value in (SETTINGS | {"server.port": str(port)}).items():
         os.environ[_variable(name)] = value
     PagesManager.uses_pages_directory = False
-    for chapter in CHAPTERS:
-        import_module(f"headscope.studio.lessons.{chapter.module}")
+    warm()
     app = st.App(APP, routes=[Route(f"/{chart.SCRIPT}", _script()), Route("/learn", _learn())])
     uvicorn.run(
         app, host=ADDRESS, port=port, access_log=False, ws="websockets-sansio", ws_per_message_deflate=False,
         ws_max_size=MESSAGE_BYTES, timeout_graceful_shutdown=3,
     )  # fmt: skip
+
+
+def warm() -> None:
+    """Imports what the first page would import: chapters, what streamlit takes to show them, and plotly's parts."""
+    import_module("pandas")
+    for chapter in CHAPTERS:
+        import_module(f"headscope.studio.lessons.{chapter.module}")
+    dense.draw_map(dense.lesson(8, 7, 1.0), LIGHT).to_json()
 
 
 def _variable(name: str) -> str:
