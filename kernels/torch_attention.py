@@ -22,6 +22,9 @@ ROWS = 64
 _SCORES = 2**20
 """Score elements of one batch of items: 4 MiB in float32, small enough to stay near the cores."""
 
+_PADDING = 256
+"""Keys that a short item may be padded by to share a batch: a batch of its own costs more."""
+
 _FLAGS = 2**25
 """Key flags of one chunk of row blocks: 32 MiB."""
 
@@ -237,7 +240,8 @@ def _batches(work: _Items, of_heads: torch.Tensor) -> list[_Items]:
     while at < len(sizes):
         most = max(1, _SCORES // (ROWS * sizes[at]))
         stop = at + 1
-        while stop < len(sizes) and stop - at < most and sizes[stop] * 4 >= sizes[at] * 3:
+        least = min(sizes[at] * 3 // 4, sizes[at] - _PADDING)
+        while stop < len(sizes) and stop - at < most and sizes[stop] >= least:
             stop += 1
         pick = kept[at:stop]
         batches.append(_Items(work.head[pick], work.block[pick], work.need[pick], work.size[pick]))
