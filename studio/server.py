@@ -54,6 +54,7 @@ def main(port: int) -> None:
     for name, value in (SETTINGS | {"server.port": str(port)}).items():
         os.environ[_variable(name)] = value
     PagesManager.uses_pages_directory = False
+    chart.served = True
     warm()
     app = st.App(APP, routes=[Route(f"/{chart.SCRIPT}", _script()), Route("/learn", _learn())])
     uvicorn.run(

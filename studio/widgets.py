@@ -97,6 +97,11 @@ def figure(
     if on_select is not None:
         options = {"on_select": on_select, "selection_mode": "points"}
     st.plotly_chart(drawn, theme=None, key=key, config=charts.CONFIG, alt=alt, **options)
+    download(key, data)
+
+
+def download(key: str, data: Callable[[], pl.DataFrame]) -> None:
+    """A figure's numbers as a download, under it."""
     with st.container(horizontal=True, horizontal_alignment="right", key=f"csv-{key}"):
         st.download_button(
             "data", lambda: data().write_csv().encode(), f"headscope-{key}.csv", "text/csv", key=f"download-{key}",

@@ -2,7 +2,8 @@
 
 Streamlit's figures need 4.7 MB of script with maps and 3D, a second and more of a slow machine's time before the
 first line is drawn. The lessons draw cells, bars and lines, for which plotly's own cartesian build (1.5 MB) is enough.
-`studio/server.py` serves it under `SCRIPT`; the page loads it once, when the first figure arrives.
+`studio/server.py` serves it under `SCRIPT`; the page loads it once, when the first figure arrives. Under a plain
+`streamlit run` nobody serves it, and streamlit draws.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from headscope.studio import charts
 
 SCRIPT = "plotly-cartesian-4.1.1.min.js"
 """The name in the address carries the version, so that browsers may keep the file for good."""
+
+served = False
+"""Whether this process answers for `SCRIPT`: the server says so."""
 
 FILE = Path(__file__).resolve().parents[1] / "assets" / SCRIPT
 
@@ -72,11 +76,22 @@ _mount = st.components.v2.component(
 
 
 def draw(figure: go.Figure, key: str, alt: str, on_click: Callable[[], None] | None = None) -> None:
-    """Shows a figure of heat maps, bars and lines at the width that there is.
-
-    `on_click` runs after a click on a point, which then stands in `st.session_state[key]["selection"]["points"]`.
-    """
+    """Shows a figure of heat maps, bars and lines at the width that there is. After a click on a point `on_click` runs
+    and may ask `clicked`."""
     clicks = on_click is not None
+    if not served:
+        options: dict[str, Any] = {"on_select": on_click, "selection_mode": "points"} if clicks else {}
+        st.plotly_chart(figure, theme=None, key=key, config=charts.CONFIG, alt=alt, **options)
+        return
     more: dict[str, Any] = {"on_selection_change": on_click} if clicks else {}
     data = {"figure": figure.to_json(), "config": charts.CONFIG, "alt": alt, "script": SCRIPT, "clicks": clicks}
     _mount(key=key, data=data, **more)
+
+
+def clicked(key: str) -> tuple[float, float] | None:
+    """The (x, y) of the point that was clicked last; streamlit's own figure reports a second click on it as none."""
+    points = st.session_state[key]["selection"]["points"]
+    kept = f"{key}-clicked"
+    if points:
+        st.session_state[kept] = float(points[-1]["x"]), float(points[-1]["y"])
+    return st.session_state.get(kept)

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
+from headscope.studio import widgets
 from headscope.studio.lessons import chart
 from headscope.studio.lessons.figures import Kind
 
@@ -83,12 +84,7 @@ def picture(
 ) -> None:
     """A figure with a description for screen readers and its numbers as a download."""
     chart.draw(figure, f"learn-{key}", alt, on_select)
-    with st.container(horizontal=True, horizontal_alignment="right", key=f"csv-learn-{key}"):
-        st.download_button(
-            "data", lambda: data().write_csv().encode(), f"headscope-learn-{key}.csv", "text/csv",
-            key=f"download-learn-{key}", on_click="ignore", type="tertiary", icon=":material/download:",
-            help="The figure's numbers as CSV",
-        )  # fmt: skip
+    widgets.download(f"learn-{key}", data)
 
 
 def grid_frame(**layers: Sequence[Sequence[object]]) -> pl.DataFrame:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from headscope.studio.lessons import figures, parts
+from headscope.studio.lessons import chart, figures, parts
 from headscope.studio.lessons import vertical_slash as maths
 from headscope.studio.lessons.figures import Kind
 from headscope.studio.lessons.vertical_slash import COLUMNS, DISTANCES, GIVEN, ROW, N, VerticalSlashLesson
@@ -80,10 +80,9 @@ def draw_covers(covers: list[maths.Cover], classes: np.ndarray, theme: Theme) ->
 
 def toggle_from_click() -> None:
     """Turns a click on the picture into a changed column, distance or row."""
-    points = st.session_state[CHART]["selection"]["points"]
-    if not points:
+    mark = chart.clicked(CHART)
+    if mark is None:
         return
-    mark = points[-1]["x"], points[-1]["y"]
     x, y = round(mark[0]), round(mark[1])
     if y == BELOW and 0 <= x < N:
         _toggle("vslash-columns", x)
