@@ -26,32 +26,36 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from headscope.kernels.gluon_compat import (
-    OVERLAPPING_VIEWS,
-    barrier,
-    overlapping_view,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-)
+from headscope.kernels.gluon_compat import barrier, tma_load, tma_store, tma_store_wait
 from headscope.kernels.gluon_dense import FLOOR, LN2, place, store_each
+from headscope.kernels.gluon_lists import (
+    COLUMN_RUN,
+    ROWS,
+    WINDOW_RUN,
+    first_key,
+    keep_columns,
+    keep_distances,
+    keep_mask,
+    keep_words,
+    list_run,
+    needs_care,
+    next_piece,
+    without_bands,
+    without_blocks,
+)
+from headscope.kernels.gluon_steps import (
+    finish_scores,
+    issue,
+    last_values,
+    lone_scores,
+    operands,
+    weigh,
+)
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.
-
-ROWS = gl.constexpr(128)
-WINDOW = gl.constexpr(128)
-ONE_VIEW = gl.constexpr(1 if OVERLAPPING_VIEWS else 0)
-"""Whether two neighbouring slots of keys, wherever they start, can be one operand; else a step takes two products."""
-FAR = gl.constexpr(2**30)
-BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN, SINK_RUN = (gl.constexpr(kind) for kind in range(5))
 
 
 @gluon.jit
@@ -61,85 +65,6 @@ def _next(st, ph, STAGES: gl.constexpr):
         st = 0
         ph = ph ^ 1
     return st, ph
-
-
-@gluon.jit
-def _run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
-         blocked, size, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
-    """The run-th list of a head: blocks, each band, windows, columns. Lists that need care go in a later pass.
-
-    Returns the kind, the number of steps in this pass and what `_key` needs; cells of a step that is no column step
-    belong when lo <= i - j <= hi and 0 <= j < stop. `r0` is the own position that window offsets count from. Where
-    the columns are the first `sink` keys and no list but a band from the diagonal on is beside them, they are a run
-    of keys beyond that band.
-    """
-    kind = BLOCK_RUN
-    steps = tile_blocks
-    origin = 0
-    lo = 0
-    hi = FAR
-    stop = FAR
-    list_ptr = blocks_ptr
-    factor = size
-    pieces = gl.maximum(size // WIDTH, 1)
-    pitch = WIDTH
-    careful = False
-    if run > 0:
-        factor = 0
-        pieces = FAR
-        if run <= bands:
-            kind = BAND_RUN
-            lo = gl.load(bands_ptr + 2 * run - 2)
-            hi = gl.load(bands_ptr + 2 * run - 1)
-            p0 = r0 // ROWS * ROWS
-            last = p0 + ROWS - 1 - lo
-            steps = gl.where(last < 0, 0, gl.maximum(last - gl.maximum(p0 - hi, 0) + WIDTH, 0) // WIDTH)
-            origin = last + 1 - WIDTH
-            pitch = -WIDTH
-            careful = blocked
-        elif run == bands + 1:
-            kind = WINDOW_RUN
-            steps = windows * (WINDOW // WIDTH)
-            origin = r0
-            list_ptr = windows_ptr
-            factor = -1
-            pieces = WINDOW // WIDTH
-            careful = blocked | (bands > 0)
-        elif sink > 0:
-            kind = SINK_RUN
-            lo = gl.load(bands_ptr + 1, mask=bands > 0, other=-1) + 1
-            stop = sink
-            last = gl.minimum(r0 // ROWS * ROWS + ROWS - 1 - lo, sink - 1)
-            steps = gl.where(last < 0, 0, gl.maximum(last + WIDTH, 0) // WIDTH)
-        else:
-            kind = COLUMN_RUN
-            steps = columns
-            careful = blocked | uneven
-    if OVERLAPS:
-        steps = gl.where(careful == later, steps, 0)
-    return kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch
-
-
-@gluon.jit
-def _needs_care(bands, windows, uneven, blocked):
-    """Whether some list of this program goes in the second pass; most programs have none."""
-    return blocked | uneven | ((bands > 0) & (windows > 0))
-
-
-@gluon.jit
-def _key(kind, origin, list_ptr, factor, entry, piece, pitch):
-    """Own position of a step's first key (its place in the compacted columns, for a column step)."""
-    listed = gl.load(list_ptr + entry, mask=(kind == BLOCK_RUN) | (kind == WINDOW_RUN), other=0)
-    return origin + factor * listed + piece * pitch
-
-
-@gluon.jit
-def _next_piece(entry, piece, pieces):
-    piece += 1
-    if piece == pieces:
-        piece = 0
-        entry += 1
-    return entry, piece
 
 
 @gluon.jit
@@ -202,18 +127,18 @@ def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty,
     ph = 1
     turns = bands + 3
     if OVERLAPS:
-        turns = gl.where(_needs_care(bands, windows, uneven, blocked), 2 * turns, turns)
+        turns = gl.where(needs_care(bands, windows, uneven, blocked), 2 * turns, turns)
     for turn in range(turns):
         later = turn >= bands + 3
         run = gl.where(later, turn - bands - 3, turn)
-        kind, steps, origin, _lo, _hi, _stop, list_ptr, factor, pieces, pitch = _run(
+        kind, steps, origin, _lo, _hi, _stop, list_ptr, factor, pieces, pitch = list_run(
             run, later, p0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks0_ptr, tile_blocks,
             blocked, size, WIDTH, OVERLAPS)
         entry = 0
         piece = 0
         for _ in range(steps):
-            key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
-            entry, piece = _next_piece(entry, piece, pieces)
+            key = first_key(kind, origin, list_ptr, factor, entry, piece, pitch)
+            entry, piece = next_piece(entry, piece, pieces)
             if kind == COLUMN_RUN:
                 _fill(kc_d, vc_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, head, key, PAIR, D, SLOTS)
             elif kind == WINDOW_RUN:
@@ -223,165 +148,6 @@ def _producer(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, k_full, k_empty,
                 _fill(k_d, v_d, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, kv_head, start + key, PAIR, D,
                       SLOTS)
             st, ph = _next(st, ph, STAGES)
-
-
-@gluon.jit
-def _product(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STRIDE: gl.constexpr,
-             SL: gl.constexpr):
-    """Starts the scores [64, N] of the row block's queries and the N keys from K piece `chunk` on."""
-    HALVES: gl.constexpr = D // 64
-    s_t = gl.zeros([64, N], gl.float32, SL)
-    for half in gl.static_range(HALVES):
-        keys = overlapping_view(k_s.index(chunk + half * STRIDE), N)
-        s_t = warpgroup_mma(q_s.index(G * HALVES + half).reshape([64, 64]), keys.permute((1, 0)), s_t, use_acc=half > 0,
-                            is_async=True)
-    return s_t
-
-
-@gluon.jit
-def _start(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr, STRIDE: gl.constexpr,
-           SL: gl.constexpr):
-    """Starts this step's scores [64, 64 * PAIR], which `_finish` waits for."""
-    if ONE_VIEW + (2 - PAIR) > 0:
-        s_t = _product(q_s, k_s, chunk, G, D, 64 * PAIR, STRIDE, SL)
-        return s_t, s_t
-    else:
-        HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-        s0 = _product(q_s, k_s, chunk, G, D, 64, STRIDE, HALF)
-        s1 = _product(q_s, k_s, chunk + 1, G, D, 64, STRIDE, HALF)
-        return s0, s1
-
-
-@gluon.jit
-def _finish(s0, s1, LATER: gl.constexpr, PAIR: gl.constexpr, SL: gl.constexpr):
-    """The scores, once all but the LATER last products are done."""
-    if ONE_VIEW + (2 - PAIR) > 0:
-        return warpgroup_mma_wait(LATER, deps=[s0])
-    else:
-        s0, s1 = warpgroup_mma_wait(LATER, deps=[s0, s1])
-        return gl.convert_layout(gl.join(s0, s1).permute((0, 2, 1)).reshape([64, 128]), SL)
-
-
-@gluon.jit
-def _issue(q_s, k_s, v_s, k_full, ph, v_full, pph, chunk, slot, acc, p0, p1, G: gl.constexpr, D: gl.constexpr,
-           PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
-    """Starts this step's scores [64, 64 * PAIR] and beside them the value product of the step before."""
-    mbarrier.wait(k_full, ph)
-    s0, s1 = _start(q_s, k_s, chunk, G, D, PAIR, STRIDE, SL)
-    mbarrier.wait(v_full, pph)
-    o_t = warpgroup_mma(p0, v_s.index(slot).reshape([64, D]), acc, is_async=True)
-    if PAIR == 2:
-        o_t = warpgroup_mma(p1, v_s.index(slot + 1).reshape([64, D]), o_t, is_async=True)
-    return s0, s1, o_t
-
-
-@gluon.jit
-def _operands(weights, DTYPE: gl.constexpr, PL: gl.constexpr, PAIR: gl.constexpr):
-    """Softmax weights as one or two 64-key operands in registers."""
-    if PAIR == 2:
-        w0, w1 = weights.to(DTYPE).reshape([64, 2, 64]).permute((0, 2, 1)).split()
-        return gl.convert_layout(w0, PL), gl.convert_layout(w1, PL)
-    else:
-        w = gl.convert_layout(weights.to(DTYPE), PL)
-        return w, w
-
-
-@gluon.jit
-def _lone_scores(q_s, k_s, k_full, ph, k_empty, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr,
-                 STRIDE: gl.constexpr, SL: gl.constexpr):
-    """This step's scores with nothing beside them."""
-    mbarrier.wait(k_full, ph)
-    s0, s1 = _start(q_s, k_s, chunk, G, D, PAIR, STRIDE, SL)
-    s = _finish(s0, s1, 0, PAIR, SL)
-    mbarrier.arrive(k_empty)
-    return s
-
-
-@gluon.jit
-def _values(v_s, v_full, pph, slot, acc, p0, p1, D: gl.constexpr, PAIR: gl.constexpr):
-    """The last step's value product with nothing beside it."""
-    mbarrier.wait(v_full, pph)
-    o_t = warpgroup_mma(p0, v_s.index(slot).reshape([64, D]), acc, is_async=True)
-    if PAIR == 2:
-        o_t = warpgroup_mma(p1, v_s.index(slot + 1).reshape([64, D]), o_t, is_async=True)
-    return warpgroup_mma_wait(0, deps=[o_t])
-
-
-@gluon.jit
-def _weigh(s, m, total, scale, DTYPE: gl.constexpr, PAIR: gl.constexpr, PL: gl.constexpr):
-    """Online softmax of finished scores: (factor on what came before, running maximum, running sum, weights)."""
-    top = gl.maximum(m, gl.max(s, 1) * scale)
-    shrink = gl.exp2(m - top)
-    weights = gl.exp2(s * scale - top[:, None])
-    p0, p1 = _operands(weights, DTYPE, PL, PAIR)
-    return shrink, top, total * shrink + gl.sum(weights, 1), p0, p1
-
-
-@gluon.jit
-def _distances(s, rows, key, cols, lo, hi, stop):
-    """Scores of the cells of keys key + cols with lo <= i - j <= hi and 0 <= j < stop; -inf elsewhere.
-
-    One unsigned comparison a cell: i - j - lo < min(hi, i) - lo + 1, where a negative left side is large.
-    """
-    count = gl.maximum(gl.minimum(hi, rows) - lo + 1, 0).to(gl.uint32)
-    near = (rows - key - lo)[:, None] - cols[None, :]
-    return gl.where((near.to(gl.uint32) < count[:, None]) & (cols < stop - key)[None, :], s, float("-inf"))
-
-
-@gluon.jit
-def _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, step, bands_ptr, bands,
-                   blocks_ptr, listed, size, PAIR: gl.constexpr):
-    """Scores of the column cells that are causal and that no window, band or listed block counts already."""
-    w0, w1, w2, w3 = _words(some_ptr, step * 2 * PAIR, words, True, PAIR)
-    a0, a1, a2, a3 = _words(whole_ptr, step * 2 * PAIR, words, True, PAIR)
-    s = gl.where(_bits(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
-    if (((a0 ^ w0) | (a1 ^ w1) | (a2 ^ w2) | (a3 ^ w3)) != 0) | (listed > 0):
-        place = step * 64 * PAIR + cols
-        column = gl.load(columns_ptr + place, mask=place < column_cap, other=0)
-        s = gl.where(rows[:, None] >= column[None, :], s, float("-inf"))
-        s = _without_bands(s, rows, column, bands_ptr, bands)
-        s = _without_blocks(s, column, blocks_ptr, listed, size)
-    return s
-
-
-@gluon.jit
-def _without_bands(s, rows, keys, bands_ptr, bands):
-    """Scores with the cells of the head's bands masked out: those were counted before."""
-    for b in range(bands):
-        far = rows[:, None] - keys[None, :]
-        s = gl.where((far >= gl.load(bands_ptr + 2 * b)) & (far <= gl.load(bands_ptr + 2 * b + 1)), float("-inf"), s)
-    return s
-
-
-@gluon.jit
-def _without_blocks(s, keys, blocks_ptr, listed, size):
-    """Scores with the keys of the row block's listed blocks masked out: those were counted before."""
-    for e in range(listed):
-        begin = gl.load(blocks_ptr + e) * size
-        s = gl.where(((keys >= begin) & (keys < begin + size))[None, :], float("-inf"), s)
-    return s
-
-
-@gluon.jit
-def _words(words_ptr, at, words, want, PAIR: gl.constexpr):
-    """The keep words of one tile of columns; words beyond the table are 0. Two are repeated where two suffice."""
-    w0 = gl.load(words_ptr + at, mask=want & (at < words), other=0)
-    w1 = gl.load(words_ptr + at + 1, mask=want & (at + 1 < words), other=0)
-    if PAIR == 2:
-        w2 = gl.load(words_ptr + at + 2, mask=want & (at + 2 < words), other=0)
-        w3 = gl.load(words_ptr + at + 3, mask=want & (at + 3 < words), other=0)
-        return w0, w1, w2, w3
-    else:
-        return w0, w1, w0, w1
-
-
-@gluon.jit
-def _bits(w0, w1, w2, w3, columns, PAIR: gl.constexpr):
-    """bool per column of a tile."""
-    w = gl.where(columns < 32, w0, w1)
-    if PAIR == 2:
-        w = gl.where(columns < 64, w, gl.where(columns < 96, w2, w3))
-    return ((w >> (columns & 31)) & 1) != 0
 
 
 @gluon.jit
@@ -404,15 +170,15 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
     piece = 0
     for _ in range(halves):
         slot = st * 2 + G
-        s0, s1, o_t = _issue(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(before * 4 + 2), pph, slot * HALVES,
+        s0, s1, o_t = issue(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(before * 4 + 2), pph, slot * HALVES,
                           before, acc, p0, p0, G, D, 1, 1, SL)
         key = gl.load(blocks_ptr + entry) * size + piece * 64
-        entry, piece = _next_piece(entry, piece, pieces)
-        s = _finish(s0, s1, 1, 1, SL)
+        entry, piece = next_piece(entry, piece, pieces)
+        s = finish_scores(s0, s1, 1, 1, SL)
         mbarrier.arrive(ring.index(slot * 4 + 1))
         if key + 63 > r0:
             s = gl.where(rows[:, None] >= (key + cols)[None, :], s, float("-inf"))
-        shrink, m, total, p0, _ = _weigh(s, m, total, scale, k_s.dtype, 1, PL)
+        shrink, m, total, p0, _ = weigh(s, m, total, scale, k_s.dtype, 1, PL)
         acc = warpgroup_mma_wait(0, deps=[o_t])
         mbarrier.arrive(ring.index(freed * 4 + 3))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
@@ -421,7 +187,7 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
         pph = ph
         st, ph = _next(st, ph, RING)
     if halves > 0:
-        acc = _values(v_s, ring.index(before * 4 + 2), pph, before, acc, p0, p0, D, 1)
+        acc = last_values(v_s, ring.index(before * 4 + 2), pph, before, acc, p0, p0, D, 1)
     return acc, m, total
 
 
@@ -477,7 +243,7 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     acc = gl.zeros([64, D], gl.float32, OL)
     m = gl.full([64], FLOOR, gl.float32, gl.SliceLayout(1, SL))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SL))
-    p0_, p1_ = _operands(gl.zeros([64, WIDTH], gl.float32, SL) + scale * 0.0, DTYPE, PL, PAIR)
+    p0_, p1_ = operands(gl.zeros([64, WIDTH], gl.float32, SL) + scale * 0.0, DTYPE, PL, PAIR)
     mbarrier.wait(q_full, 0)
     if HALF_BLOCKS:
         acc, m, total = _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m, total, p0_,
@@ -496,7 +262,7 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
     some_ptr += table_row * words
     whole_ptr += table_row * words
     for run in range(bands + 3):
-        kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = _run(
+        kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(
             run, False, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
             blocked, size, WIDTH, OVERLAPS)
         shift = gl.where(kind == WINDOW_RUN, G, 0)
@@ -504,22 +270,22 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
         piece = 0
         for i in range(steps):
             mbarrier.wait(turn.index(G), turn_ph)
-            s0, s1, o_t = _issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
+            s0, s1, o_t = issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
                               st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
             mbarrier.arrive(turn.index(1 - G))
             turn_ph = turn_ph ^ 1
             # Everything that a step must look up is looked up while the products run.
-            key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
-            entry, piece = _next_piece(entry, piece, pieces)
-            w0, w1, w2, w3 = _words(some_ptr, i * (WIDTH // 32), words, kind == COLUMN_RUN, PAIR)
-            s = _finish(s0, s1, PAIR, PAIR, SL)
+            key = first_key(kind, origin, list_ptr, factor, entry, piece, pitch)
+            entry, piece = next_piece(entry, piece, pieces)
+            w0, w1, w2, w3 = keep_words(some_ptr, i * (WIDTH // 32), words, kind == COLUMN_RUN, PAIR)
+            s = finish_scores(s0, s1, PAIR, PAIR, SL)
             mbarrier.arrive(k_empty.index(st))
             if kind == COLUMN_RUN:
                 if (w0 & w1 & w2 & w3) != -1:
-                    s = gl.where(_bits(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
+                    s = gl.where(keep_mask(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
             elif (key < 0) | (r0 - key - (WIDTH - 1) < lo) | (r0 + 63 - key > hi) | (key + WIDTH > stop):
-                s = _distances(s, rows, key, cols, lo, hi, stop)
-            shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
+                s = keep_distances(s, rows, key, cols, lo, hi, stop)
+            shrink, m, total, p0_, p1_ = weigh(s, m, total, scale, DTYPE, PAIR, PL)
             acc = warpgroup_mma_wait(0, deps=[o_t])
             mbarrier.arrive(v_empty.index(freed))
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
@@ -530,29 +296,29 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
             st, ph = _next(st, ph, STAGES)
     if OVERLAPS:
         # Lists whose cells may belong to another list too: one product at a time, every cell decided exactly.
-        for run in range(gl.where(_needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
-            kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = _run(
+        for run in range(gl.where(needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
+            kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(
                 run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
                 blocked, size, WIDTH, OVERLAPS)
             shift = gl.where(kind == WINDOW_RUN, G, 0)
             entry = 0
             piece = 0
             for i in range(steps):
-                key = _key(kind, origin, list_ptr, factor, entry, piece, pitch)
-                entry, piece = _next_piece(entry, piece, pieces)
-                acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
+                key = first_key(kind, origin, list_ptr, factor, entry, piece, pitch)
+                entry, piece = next_piece(entry, piece, pieces)
+                acc = last_values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
                 mbarrier.arrive(v_empty.index(freed))
-                s = _lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift, G, D,
+                s = lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift, G, D,
                                  PAIR, SLOTS, SL)
                 if kind == COLUMN_RUN:
-                    s = _exact_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i,
+                    s = keep_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i,
                                        bands_ptr, bands, blocks_ptr, listed, size, PAIR)
                 else:
-                    s = _distances(s, rows, key, cols, lo, hi, stop)
+                    s = keep_distances(s, rows, key, cols, lo, hi, stop)
                     if kind == WINDOW_RUN:
-                        s = _without_bands(s, rows, key + cols, bands_ptr, bands)
-                    s = _without_blocks(s, key + cols, blocks_ptr, listed, size)
-                shrink, m, total, p0_, p1_ = _weigh(s, m, total, scale, DTYPE, PAIR, PL)
+                        s = without_bands(s, rows, key + cols, bands_ptr, bands)
+                    s = without_blocks(s, key + cols, blocks_ptr, listed, size)
+                shrink, m, total, p0_, p1_ = weigh(s, m, total, scale, DTYPE, PAIR, PL)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
                 pst = st
                 freed = st
@@ -560,7 +326,7 @@ def _consumer(q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, ring, han
                 slot = st * SLOTS + shift
                 st, ph = _next(st, ph, STAGES)
     if freed < STAGES:
-        acc = _values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
+        acc = last_values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
     own = rows - first
     some = total > 0
     lse = gl.where(some, (m + gl.log2(gl.where(some, total, 1.0))) * LN2, float("-inf"))
@@ -589,7 +355,7 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, wi
     some/whole [heads, table_blocks, words] are `triton_plan.keep_bits`, and uneven [heads, ceil(table_blocks / 2)]
     says where they differ within 128 own rows. block_head [heads, 2] is (slot or -1,
     block size). Without OVERLAPS no two lists of a head share a cell and every column may be read by all rows of a
-    block or by none, but for heads whose columns are the first sinks [heads] keys: see `_run`.
+    block or by none, but for heads whose columns are the first sinks [heads] keys: see `list_run`.
     """
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
