@@ -91,9 +91,6 @@ def search(
     ] = None,
     metric: Annotated[Metric, typer.Option("--metric", help="Which loss counts.")] = Metric.mean,
     weight: Annotated[Weight, typer.Option("--weight", help="What losses are weighted by in totals.")] = Weight.none,
-    dense_where_faster: Annotated[
-        bool, typer.Option("--dense-where-faster", help="Layers that dense serves faster at these lengths stay dense.")
-    ] = False,
     held_out: Annotated[
         Path | None, typer.Option("--held-out", help="A folder of other prompts on which the winner is checked.")
     ] = None,
@@ -111,6 +108,7 @@ def search(
     """
     from headscope.engine import search as engine
     from headscope.engine.model import load_model
+    from headscope.engine.prompts import read_folder
     from headscope.engine.search_cost import CostModel
     from headscope.engine.search_grid import Grid, default_grid
     from headscope.engine.search_measure import Settings
@@ -118,11 +116,14 @@ def search(
     from headscope.engine.search_source import ModelSource, load_prompts
 
     candidates = default_grid() if grid is None else Grid.load(grid)
-    target = _target(max_missed, speedup, metric, Weight.none, layer_limit, dense_where_faster)
+    target = _target(max_missed, speedup, metric, Weight.none, layer_limit)
     cost = None if cost_model is None else CostModel.tiles() if cost_model == "tiles" else CostModel.load(cost_model)
     chosen = parse_estimator(estimator)
     wanted = None if layers is None else parse_layers(layers)
     folder = Path(f"{out}.run") if run is None else run
+    for each in (prompts, held_out):
+        if each is not None:
+            read_folder(each)  # before the model is loaded, which takes longer
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
     calibration = load_prompts(loaded, prompts, tokens, template)
@@ -155,16 +156,12 @@ def _target(
     metric: Metric,
     weight: Weight,
     layer_limit: Sequence[str] | None,
-    dense_where_faster: bool,
-    layer_weights: tuple[float, ...] | None = None,
 ) -> Target:
     from headscope.engine.search_table import Target
 
     if (max_missed is None) == (speedup is None):
         raise ConfigError("give either --max-missed or --speedup, and exactly one of them")
-    return Target(
-        max_missed, speedup, metric.value, weight.value, _limits(layer_limit or ()), layer_weights, dense_where_faster
-    )
+    return Target(max_missed, speedup, metric.value, weight.value, _limits(layer_limit or ()))
 
 
 def _limits(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
@@ -252,15 +249,25 @@ def _checks(
     settings: Settings,
 ) -> dict[str, Any]:
     """The winner timed and measured for real on a calibration prompt, and on held-out ones."""
-    from headscope.engine.search_check import calibrated_losses, check_prompt, drift, one_against_all, uniform_lead
+    from headscope.engine.search_check import (
+        Expected,
+        calibrated_losses,
+        check_prompt,
+        drift,
+        one_against_all,
+        uniform_lead,
+    )
 
     options: dict[str, Any] = {"impl": settings.impl}
     with bar("checking the winner"):
         first = min(calibration, key=lambda prompt: prompt.key)
         own = check_prompt(source, first, result.config, settings.layers, **options)
-        held = [check_prompt(source, prompt, result.config, settings.layers, repeats=1, **options) for prompt in others]
-    predicted = result.predicted_attention_ms(first)
-    found: dict[str, Any] = {"calibration": own.to_dict() | {"predicted_attention_ms": predicted}}
+        held = [check_prompt(source, prompt, result.config, settings.layers, repeats=0, **options) for prompt in others]
+    at = next(at for at, each in enumerate(result.table.prompts) if each["key"] == first.key)
+    said = Expected.of(result.allocation.picked, result.table, result.cost, at)
+    found: dict[str, Any] = {"calibration": own.to_dict() | {"predicted": said.to_dict()}}
+    if result.cost.unit == "ms":
+        found["calibration"]["predicted_attention_ms"] = said.beside(own.dense_attention_ms)
     if held:
         stored = calibrated_losses(result.table, result.allocation.picked)
         found["held_out"] = drift(held, stored).to_dict()
@@ -311,17 +318,21 @@ def _show(report: dict[str, Any]) -> None:
     measured = f"measured {checked['attention_ms']:.0f} ms, dense {checked['dense_attention_ms']:.0f} ms"
     if report["cost_unit"] == "ms":
         console.print(
-            f"attention predicted {checked['predicted_attention_ms']:.0f} ms, {measured}; predicted speed-up of the "
-            f"whole prefill {predicted['speedup']:.2f}; cost model off by "
-            f"{100 * report['cost_fit']['median_error']:.0f}% (median)"
+            f"attention of {checked['prompt']} predicted {checked['predicted_attention_ms']:.0f} ms beside that dense "
+            f"time, {measured}; predicted speed-up of the whole prefill {predicted['speedup']:.2f}; cost model off by "
+            f"{100 * report['cost_fit']['mixed_error']:.0f}% (median of mixed layers)"
         )
     else:
         share = predicted["attention_ms"] / max(1e-9, predicted["dense_attention_ms"])
         console.print(f"attention counts {100 * share:.0f}% of the tiles of dense; on this machine {measured}")
-    if report["slower_than_dense_layers"] and report["cost_unit"] == "ms":
+    console.print(
+        f"missed mass of {checked['prompt']} predicted {100 * checked['predicted']['missed_mass_mean']:.2f}%, "
+        f"measured {100 * checked['missed_mass_mean']:.2f}%"
+    )
+    if report["dense_layers"] and report["cost_unit"] == "ms":
         console.print(
-            f"{len(report['slower_than_dense_layers'])} layers are predicted slower than dense at these lengths "
-            "(--dense-where-faster leaves them dense; headscope bench --host finds the length where sparse wins)"
+            f"{len(report['dense_layers'])} layers stay dense: no mix in reach is predicted faster at these lengths "
+            "(headscope bench --host finds the length where sparse wins; --cost-model tiles asks for fewest tiles)"
         )
     if "held_out" in report["checked"]:
         held = report["checked"]["held_out"]

@@ -38,7 +38,7 @@ from headscope.engine.search_measure import (
 )
 from headscope.engine.search_ranks import Ranks
 from headscope.engine.search_source import ModelSource
-from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
+from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses
 from headscope.kernels.layout import TILES_VERSION
 
 if TYPE_CHECKING:
@@ -58,11 +58,6 @@ class SearchResult:
     target: Target
     folder: Path
     summary: dict[str, Any]
-
-    def predicted_attention_ms(self, prompt: SearchPrompt) -> float:
-        """What the cost model says for one calibration prompt."""
-        at = next(at for at, each in enumerate(self.table.prompts) if each["key"] == prompt.key)
-        return predict(self.allocation.picked, self.table.only([at]), self.cost, self.target.metric).attention_ms
 
 
 def search_config(
@@ -85,10 +80,11 @@ def search_config(
     `prompts` come from `search_source.load_prompts`. `folder` is the run folder; a finished one is not measured again.
     With `cost` that model is used as it is, so that the same results give the same heads; otherwise one is fitted to
     this machine's timings and saved beside them. Under `torchrun` the prompts are shared out, and every process
-    returns the same result. Raises SearchError, ConfigError, PromptError or Cancelled, each one sentence.
+    returns the same result. Raises SearchError, ConfigError, OptionError, PromptError or Cancelled, each one sentence.
     """
     source = ModelSource(loaded)
     settings = Settings(source.layers(layers), grid or default_grid(), estimator or SAMPLING, source.check_impl(impl))
+    target.check_layers(settings.layers)
     measured = measure(
         source, prompts, settings, Path(folder), facts=loaded.facts.to_dict(), progress=progress, cancel=cancel
     )
@@ -316,7 +312,7 @@ def summary(allocation: Allocation, table: Table, cost: CostModel, target: Targe
             "other_ms": prediction.other_ms,
             "speedup": prediction.speedup,
         },
-        "slower_than_dense_layers": list(prediction.slower_layers),
+        "dense_layers": list(prediction.dense_layers),
         "cost_fit": asdict(cost.fit),
         "cost_unit": cost.unit,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ import torch
 
 from headscope.engine import files
 from headscope.engine.config import HeadConfig
-from headscope.engine.measure import DensePass, dense_pass, measure_heads
+from headscope.engine.measure import dense_pass, measure_heads
 from headscope.engine.patterns import Dense
 from headscope.engine.search_cost import CostModel
-from headscope.engine.search_measure import Cancel, SearchPrompt, Source, time_layer
-from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses
+from headscope.engine.search_heap import steady_heap
+from headscope.engine.search_measure import Cancel, SearchPrompt, Source, Timing, time_beside_dense
+from headscope.engine.search_table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Checked:
     """One prompt under a config, measured: isolated losses per head, and the times of its attention in ms.
 
     `mean`, `worst` float64 [layers, heads]. `attention_ms` has an all-dense layer in the dense kernel, as the model
-    runs it; both times are the best of `repeats` per layer, summed.
+    runs it. Sparse and dense passes are timed in turn, as the cost model's samples were; the best of each per layer,
+    summed.
     """
 
     prompt: str
@@ -59,24 +61,27 @@ def check_prompt(
     config: HeadConfig,
     layers: Sequence[int],
     *,
-    repeats: int = 3,
+    repeats: int = 5,
     impl: str = "auto",
     cancel: Cancel | None = None,
 ) -> Checked:
-    """Measures a config on a prompt, whether or not it was calibrated on it."""
+    """Measures a config on a prompt, whether or not it was calibrated on it.
+
+    Times are the best of `repeats`; with 0 they are those of the one pass that measured the losses.
+    """
+    steady_heap()
     rows: list[tuple[Any, float, float]] = []
 
     def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         patterns = config.patterns(layer)
-        passes = [dense_pass(q, k, v, scale, impl=impl) for _ in range(max(1, repeats))]
-        dense = DensePass(passes[0].out, passes[0].lse, min(each.ms for each in passes))
+        dense = dense_pass(q, k, v, scale, impl=impl)
         found = measure_heads(q, k, v, patterns, scale=scale, estimator=config.estimator, impl=impl, dense=dense)
-        if all(isinstance(pattern, Dense) for pattern in patterns):
-            taken = dense.ms
-        else:
-            again = [time_layer(q, k, v, scale, patterns, config.estimator, impl) for _ in range(max(0, repeats - 1))]
-            taken = min(found.index_ms + found.kernel_ms, *(sum(each) for each in again), float("inf"))
-        rows.append((found.heads, taken, dense.ms))
+        timed = Timing(found.index_ms, found.kernel_ms, dense.ms)
+        if repeats:
+            timed = time_beside_dense(q, k, v, scale, patterns, config.estimator, impl, repeats)
+        runs_dense = all(isinstance(pattern, Dense) for pattern in patterns)
+        taken = timed.dense_ms if runs_dense else timed.index_ms + timed.kernel_ms
+        rows.append((found.heads, taken, timed.dense_ms))
 
     source.stream(prompt, visit, list(layers), cancel)
     heads = [row[0] for row in rows]
@@ -95,6 +100,32 @@ def check_prompt(
         attention_ms=sum(row[1] for row in rows),
         dense_attention_ms=sum(row[2] for row in rows),
     )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the cost model says of one prompt: attention of the choice and all dense in ms, and the mean missed mass."""
+
+    attention_ms: float
+    dense_attention_ms: float
+    missed_mass_mean: float
+
+    @classmethod
+    def of(cls, picked: np.ndarray, table: Table, cost: CostModel, at: int) -> Expected:
+        """For candidate numbers [layers, heads] on prompt number `at` of the table."""
+        alone = table.only([at])
+        said = predict(picked, alone, cost)
+        return cls(said.attention_ms, said.dense_attention_ms, float(mean_losses(picked, alone)[0]))
+
+    def beside(self, dense_attention_ms: float) -> float:
+        """The predicted time of the choice where all dense takes `dense_attention_ms`.
+
+        A machine is faster at one time than at another; what a choice takes beside dense stays.
+        """
+        return self.attention_ms * dense_attention_ms / max(1e-9, self.dense_attention_ms)
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -160,7 +191,7 @@ def uniform_lead(
         ends: list[tuple[float, float]] = []
         for label in dict.fromkeys((chosen.below, chosen.above)):
             single = HeadConfig.uniform(config.model, labels[label], estimator=config.estimator)
-            got = check_prompt(source, prompt, single, own.layers, repeats=1, impl=impl, cancel=cancel)
+            got = check_prompt(source, prompt, single, own.layers, repeats=0, impl=impl, cancel=cancel)
             ends.append((got.computed_density, float(got.mean.mean())))
         ends.sort()
         densities, losses = [end[0] for end in ends], [end[1] for end in ends]

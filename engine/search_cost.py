@@ -2,9 +2,10 @@
 
 A layer takes `layer_ms`, `layer[family]` once for every family among its heads (its index has launches of its own),
 and for each head `fixed[family] + keys[family] * tokens + tile[family] * tiles`, where a tile is 64 x 128 cells that
-the kernel touches. Layers that are dense throughout have their own line. All coefficients are at least 0; the fit is
-by least squares of the relative error, without outliers, since other programs disturb single timings. The model is a
-file of its own: times are a machine's, budgets are not.
+the kernel touches. Layers that are dense throughout have their own line. A machine is not equally fast all the time,
+so every timing counts relative to the dense passes beside it, and the milliseconds are those of its calm moments. All
+coefficients are at least 0; the fit is by least squares of the relative error, without outliers, since other programs
+disturb single timings. The model is a file of its own: times are a machine's, budgets are not.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ def dense_tiles(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well the model explains the timings: relative errors over `samples` layers, `left_out` of them outliers."""
+    """How well the model explains the timings: relative errors over `samples` layers, `left_out` of them outliers.
+
+    `mixed_error` is the median over the mixed layers alone, outliers included: they are what configs look like.
+    """
 
     samples: int = 0
     left_out: int = 0
     median_error: float = 0.0
     p90_error: float = 0.0
     mean_bias: float = 0.0
+    mixed_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed layer: the pattern of each head, what it touched, and the measured ms."""
+    """One timed layer: the pattern of each head, what it touched, and what it takes when the machine is calm."""
 
     patterns: tuple[Pattern, ...]
     tile_cells: tuple[int, ...]
@@ -140,16 +145,22 @@ def samples(results: Iterable[PromptResult], grid: Grid) -> list[Sample]:
     """Every timed layer of the results, uniform and mixed."""
     found = []
     for result in results:
+        calm = calm_dense_ms(result)
         for layer in result.layers:
             rows = layer["rows"]
             for pattern, row in zip(grid.candidates, rows, strict=True):
                 cells = tuple(row["tile_cells"])
-                found.append(Sample((pattern,) * len(cells), cells, result.tokens, row["index_ms"] + row["kernel_ms"]))
+                found.append(Sample((pattern,) * len(cells), cells, result.tokens, _calm_ms(row, layer, calm)))
             for mix in layer["mixed"]:
                 cells = tuple(rows[number]["tile_cells"][head] for head, number in enumerate(mix["picked"]))
                 patterns = tuple(grid.candidates[number] for number in mix["picked"])
-                found.append(Sample(patterns, cells, result.tokens, mix["index_ms"] + mix["kernel_ms"]))
+                found.append(Sample(patterns, cells, result.tokens, _calm_ms(mix, layer, calm)))
     return found
+
+
+def _calm_ms(entry: dict[str, Any], layer: dict[str, Any], calm: float) -> float:
+    """A timing as it would be where a dense pass takes `calm` ms. Older results have one dense time a layer."""
+    return float((entry["index_ms"] + entry["kernel_ms"]) * calm / entry.get("dense_ms", layer["dense_ms"]))
 
 
 def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) -> CostModel:
@@ -162,6 +173,8 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
     # lies near its own kind and fit again, with errors relative to what the model says. Mixes are one kind: they are
     # what real configs look like, so that they must not be left out for being unlike the rest.
     groups = _groups(timed)
+    mixed = np.array([group[0] == "mix" for group in groups])
+    weight = np.where(mixed, max(1.0, (~mixed).sum() / max(1, mixed.sum())), 1.0)  # in all, mixes count like the rest
     found = _relative_fit(*_medians(table, ms, groups))
     keep = np.ones(len(ms), dtype=bool)
     for turn in range(8):
@@ -170,17 +183,22 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
         if turn and (kept == keep).all():
             break
         keep = kept
-        found = _relative_fit(table[keep], ms[keep], expected[keep])
-    left = np.abs(table[keep] @ found / ms[keep] - 1)
+        found = _relative_fit(table[keep], ms[keep], expected[keep], weight[keep])
+    off, mean_bias = np.abs(table @ found / ms - 1), float((table[keep] @ found).sum() / ms[keep].sum() - 1)
     quality = Fit(
-        len(timed), int((~keep).sum()), float(np.median(left)), float(np.quantile(left, 0.9)),
-        float((table[keep] @ found).sum() / ms[keep].sum() - 1),
+        len(timed), int((~keep).sum()), float(np.median(off[keep])), float(np.quantile(off[keep], 0.9)), mean_bias,
+        float(np.median(off[mixed])) if mixed.any() else 0.0,
     )  # fmt: skip
     heads = {
         family: dict(zip(_PARTS, (float(x) for x in found[1 + 4 * at : 5 + 4 * at]), strict=True))
         for at, family in enumerate(FAMILIES)
     }
     return CostModel(float(found[0]), heads, _dense_fit(results), _other_fit(results), machine, quality)
+
+
+def calm_dense_ms(result: PromptResult) -> float:
+    """A dense layer of this prompt on the machine's calm side: the lower quartile of its layers."""
+    return float(np.quantile([layer["dense_ms"] for layer in result.layers], 0.25))
 
 
 def _features(sample: Sample, several: bool) -> list[float]:
@@ -214,10 +232,13 @@ def _near(ratio: np.ndarray, groups: Sequence[Any]) -> np.ndarray:
     return kept
 
 
-def _relative_fit(table: np.ndarray, ms: np.ndarray, expected: np.ndarray | None = None) -> np.ndarray:
+def _relative_fit(
+    table: np.ndarray, ms: np.ndarray, expected: np.ndarray | None = None, weight: np.ndarray | None = None
+) -> np.ndarray:
     """The coefficients with the least squared error relative to `expected` (or to the timings themselves)."""
     unit = ms if expected is None else expected
-    return nonnegative_least_squares(table / unit[:, None], ms / unit)
+    scale = 1 / unit if weight is None else np.sqrt(weight) / unit
+    return nonnegative_least_squares(table * scale[:, None], ms * scale)
 
 
 def _medians(table: np.ndarray, ms: np.ndarray, groups: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -239,9 +260,8 @@ def _dense_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
     rows, ms = [], []
     for result in results:
         tiles = dense_tiles(result.tokens)
-        times = sorted(layer["dense_ms"] for layer in result.layers)
         rows.append([1.0, tiles * len(result.layers[0]["rows"][0]["mean"])])
-        ms.append(times[len(times) // 2])
+        ms.append(calm_dense_ms(result))
     if not _lengths_differ(results):  # all of it is put on the tiles
         return 0.0, float(np.mean(ms) / np.mean([row[1] for row in rows]))
     found = _relative_fit(np.array(rows), np.array(ms))

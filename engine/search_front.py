@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from headscope.engine.errors import OptionError
 from headscope.engine.search_measure import SearchError
 
 TIE_TIME = 0.02
@@ -91,7 +92,7 @@ def least_time(fronts: Sequence[Front], limit: float, layer_limits: dict[int, fl
     limits = layer_limits or {}
     for name, value in (("the limit", limit), *((f"the limit of layer {at}", value) for at, value in limits.items())):
         if not 0 <= value <= 1:
-            raise SearchError(f"Missed mass is a share: {name} must be between 0 and 1, got {value}.")
+            raise OptionError(f"Missed mass is a share: {name} must be between 0 and 1, got {value}.")
     chosen = []
     for each in fronts:
         allowed = min(limit, limits.get(each.layer, limit))

@@ -1,8 +1,9 @@
 """The measuring half of a search: every head under every candidate, one layer of one prompt at a time.
 
 Q, K and V of one layer are held while its candidates run; what is kept is a few numbers per head and candidate.
-One result file per prompt, named by the hash of its token ids. A layer is written as soon as it is measured, so a
-run that is killed goes on where it was, to the same losses; a finished prompt is never measured again.
+One result file per prompt, named by the hash of its token ids, and the ids beside it. A layer is written as soon as
+it is measured, so a run that is killed goes on where it was, to the same losses; a finished prompt is never measured
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,13 @@ from headscope.engine.attention import sparse_attention
 from headscope.engine.errors import Cancelled, HeadscopeError, PromptError
 from headscope.engine.estimator import Estimator
 from headscope.engine.index import build_index
-from headscope.engine.measure import DensePass, LayerMeasurement, dense_pass, measure_heads, timed
+from headscope.engine.measure import LayerMeasurement, dense_pass, measure_heads, timed
 from headscope.engine.patterns import Pattern
 from headscope.engine.search_grid import Grid, check_length
+from headscope.engine.search_heap import steady_heap
 
 FORMAT = "headscope.search-result/1"
+PROMPT_FORMAT = "headscope.search-prompt/1"
 
 STATS = (
     "mean", "worst", "worst_row", "p99", "start", "middle", "end",
@@ -37,8 +40,15 @@ STATS = (
 """What is kept of a head under a candidate. Losses are shares of probability; `tile_cells` are the cells that the
 kernel touches: computed pairs, causal waste and padding."""
 
-MIXED = 4
-"""Layers of mixed candidates that are timed beside the uniform ones: a real config is a mix."""
+MIXED = 8
+"""Mixed layers that are timed beside the uniform ones: a real config is a mix, and what a family costs its layer
+once shows only where the families of layers differ."""
+
+TURNS = 2
+"""Times that a mixed layer is timed, each between two dense passes; the best counts."""
+
+LIMITS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+"""Losses that the timed mixes are made for, as an allocation would make them."""
 
 Visit = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 Cancel = Callable[[], bool]
@@ -124,6 +134,35 @@ def result_path(folder: Path, prompt: SearchPrompt) -> Path:
     return folder / "results" / f"{prompt.key}.json"
 
 
+def prompt_path(folder: Path, key: str) -> Path:
+    """Where the token ids of a prompt lie in a run folder."""
+    return folder / "prompts" / f"{key}.json"
+
+
+def keep_prompt(folder: Path, prompt: SearchPrompt) -> None:
+    """Writes the prompt's token ids into the run folder, so that a choice can be measured without the texts."""
+    path = prompt_path(folder, prompt.key)
+    if not path.exists():
+        value = {"format": PROMPT_FORMAT, "prompt": prompt.to_dict(), "ids": list(prompt.ids)}
+        files.write_atomic(path, files.one_line(value) + "\n", SearchError)
+
+
+def read_prompt(folder: Path, key: str) -> SearchPrompt | None:
+    """A prompt that a run folder keeps, None where it keeps none; SearchError if it is damaged."""
+    path = prompt_path(folder, key)
+    if not path.exists():
+        return None
+    value = files.read_json(path, SearchError)
+    try:
+        about = value["prompt"]
+        prompt = SearchPrompt(about["name"], about["kind"], tuple(int(x) for x in value["ids"]), about["sha256"])
+    except (KeyError, TypeError, ValueError) as problem:
+        raise SearchError(f"{path} is no prompt of a search; delete it and run the search again.") from problem
+    if prompt.key != key:
+        raise SearchError(f"{path} holds other tokens than its name says; delete it and run the search again.")
+    return prompt
+
+
 def measure_prompts(
     source: Source,
     prompts: Iterable[SearchPrompt],
@@ -134,6 +173,7 @@ def measure_prompts(
     cancel: Cancel | None = None,
 ) -> None:
     """Measures what the run folder does not hold yet. Raises Cancelled within a layer; what is done is kept."""
+    steady_heap()
     todo = list(prompts)
     for prompt in todo:
         check_length(settings.grid, prompt.name, len(prompt.ids))
@@ -142,8 +182,9 @@ def measure_prompts(
     for prompt in todo:
         if result_path(folder, prompt).exists():
             clock.skip(per_prompt)
-            continue
-        _measure_prompt(source, prompt, settings, folder, clock, cancel)
+        else:
+            _measure_prompt(source, prompt, settings, folder, clock, cancel)
+        keep_prompt(folder, prompt)
 
 
 def _measure_prompt(
@@ -188,29 +229,64 @@ def measure_layer(
     tick: Callable[[str], None] = lambda words: None,
     cancel: Cancel | None = None,
 ) -> dict[str, Any]:
-    """All candidates on one layer: a JSON object with times and, per candidate, the `STATS` of every head."""
+    """All candidates on one layer: a JSON object with times and, per candidate, the `STATS` of every head.
+
+    Every timing has the `dense_ms` of the dense passes beside it, since a machine is not equally fast all the time.
+    """
     heads = q.shape[1]
     words = f"{prompt.name}, layer {layer}"
+    dense_pass(q, k, v, scale, impl=settings.impl)  # pays for warming up
     dense = dense_pass(q, k, v, scale, impl=settings.impl)
-    again = dense_pass(q, k, v, scale, impl=settings.impl)  # the first may pay for warming up
-    dense = DensePass(dense.out, dense.lse, min(dense.ms, again.ms))
-    rows = []
+    passes, rows = [dense.ms], []
     for pattern in settings.grid.candidates:
         _check(cancel)
         found = measure_heads(
             q, k, v, [pattern] * heads, scale=scale, estimator=settings.estimator, impl=settings.impl, dense=dense
         )
-        rows.append({"index_ms": found.index_ms, "kernel_ms": found.kernel_ms} | _stats(found))
+        passes.append(dense_pass(q, k, v, scale, impl=settings.impl).ms)
+        beside = (passes[-2] + passes[-1]) / 2
+        rows.append({"index_ms": found.index_ms, "kernel_ms": found.kernel_ms, "dense_ms": beside} | _stats(found))
         tick(words)
     mixed = []
-    for picked in _mixes(len(settings.grid), heads, layer, prompt.key):
+    for picked in _mixes(settings.grid, rows, heads, f"{prompt.key} {layer}"):
         _check(cancel)
         patterns = [settings.grid.candidates[number] for number in picked]
-        index_ms, kernel_ms = time_layer(q, k, v, scale, patterns, settings.estimator, settings.impl)
-        mixed.append({"picked": picked, "index_ms": index_ms, "kernel_ms": kernel_ms})
+        taken = time_beside_dense(q, k, v, scale, patterns, settings.estimator, settings.impl, TURNS)
+        passes.append(taken.dense_ms)
+        mixed.append({"picked": picked} | asdict(taken))
         tick(words)
-    impl = found.impl
-    return {"layer": layer, "dense_ms": dense.ms, "impl": impl, "device": found.device, "rows": rows, "mixed": mixed}
+    return {
+        "layer": layer, "dense_ms": min(passes), "impl": found.impl, "device": found.device, "rows": rows,
+        "mixed": mixed,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A layer timed in turn with dense passes over the same q, k, v: the best of each, in ms."""
+
+    index_ms: float
+    kernel_ms: float
+    dense_ms: float
+
+
+def time_beside_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    patterns: Sequence[Pattern],
+    estimator: Estimator,
+    impl: str = "auto",
+    turns: int = TURNS,
+) -> Timing:
+    """One layer under `patterns`, `turns` times, a dense pass before and after each."""
+    dense = [dense_pass(q, k, v, scale, impl=impl).ms]
+    sparse = []
+    for _ in range(turns):
+        sparse.append(time_layer(q, k, v, scale, patterns, estimator, impl))
+        dense.append(dense_pass(q, k, v, scale, impl=impl).ms)
+    return Timing(*min(sparse, key=sum), min(dense))
 
 
 def time_layer(
@@ -228,10 +304,30 @@ def time_layer(
     return index_ms, kernel_ms
 
 
-def _mixes(candidates: int, heads: int, layer: int, key: str) -> list[list[int]]:
-    """Seeded candidate numbers per head for the mixed timings."""
-    rng = random.Random(f"headscope mix {key} {layer}")
-    return [[rng.randrange(candidates) for _ in range(heads)] for _ in range(MIXED)]
+def _mixes(grid: Grid, rows: Sequence[dict[str, Any]], heads: int, seed: str) -> list[list[int]]:
+    """Seeded candidate numbers per head for the mixed timings: layers as an allocation makes them.
+
+    Some of the families take part, and some of the heads; each takes the fewest tiles within a limit of loss, or any
+    candidate of those families. The other heads are dense.
+    """
+    rng = random.Random(f"headscope mix {seed}")
+    families = sorted({pattern.kind for pattern in grid.candidates[1:]})
+    mixes = []
+    for number in range(MIXED):
+        chosen = rng.sample(families, rng.randint(1, len(families)))
+        allowed = [at for at, pattern in enumerate(grid.candidates) if pattern.kind in chosen]
+        limit = rng.choice(LIMITS)
+        taking_part = set(rng.sample(range(heads), rng.randint(1, heads)))
+        picked = [0] * heads
+        for head in sorted(taking_part):
+            fits = allowed if number % 2 else [at for at in allowed if rows[at]["mean"][head] <= limit]
+            if fits:
+                fewest = min(fits, key=lambda at: (rows[at]["tile_cells"][head], at))
+                picked[head] = rng.choice(fits) if number % 2 else fewest
+        if not any(picked):  # a dense layer runs in another kernel, and is timed anyway
+            picked = [rng.choice(allowed) for _ in range(heads)]
+        mixes.append(picked)
+    return mixes
 
 
 def _stats(found: LayerMeasurement) -> dict[str, list[Any]]:

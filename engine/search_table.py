@@ -6,17 +6,19 @@ Nothing here runs a model: a page that moves a target calls this with the stored
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
 
+from headscope.engine.errors import OptionError
 from headscope.engine.patterns import Dense, Pattern
 from headscope.engine.search_cost import CostModel
-from headscope.engine.search_front import TIE_TIME, Choice, Front, Point, least_loss, least_time
+from headscope.engine.search_front import TIE_TIME, Choice, Front, Point, least_time
 from headscope.engine.search_grid import Grid, simplicity
 from headscope.engine.search_measure import STATS, PromptResult, SearchError
+from headscope.engine.search_speed import Layers, fastest_ms, least_loss_of_layers
 
 METRICS = ("mean", "worst", "p99", "start", "middle", "end")
 WEIGHTS = ("none", "output", "logits")
@@ -68,7 +70,7 @@ class Table:
     def loss(self, metric: str = "mean") -> np.ndarray:
         """[layers, heads, candidates]: the worst prompt's loss, to 5 digits, below which float32 says nothing."""
         if metric not in METRICS:
-            raise SearchError(f"The metric is one of {', '.join(METRICS)}, got {metric[:40]!r}.")
+            raise OptionError(f"The metric is one of {', '.join(METRICS)}, got {metric[:40]!r}.")
         return np.round(self.stats[metric].max(0), 5)
 
     def head_ms(self, model: CostModel) -> np.ndarray:
@@ -88,8 +90,7 @@ class Target:
     """What to allocate for: `max_missed` (no head above it) or `speedup` (dense over sparse prefill), exactly one.
 
     `layer_limits` caps the loss of single layers. `weight` scales losses in totals: by nothing, by the head's output
-    error, or by `layer_weights` (the effect of each layer on the final logits). With `dense_where_faster`, a layer
-    whose mix is predicted slower than the dense kernel stays dense; a target speed-up always does so.
+    error, or by `layer_weights` (the effect of each layer on the final logits).
     """
 
     max_missed: float | None = None
@@ -98,26 +99,33 @@ class Target:
     weight: str = "none"
     layer_limits: tuple[tuple[int, float], ...] = ()
     layer_weights: tuple[float, ...] | None = None
-    dense_where_faster: bool = False
 
     def __post_init__(self) -> None:
         if (self.max_missed is None) == (self.speedup is None):
-            raise SearchError("Give either a largest missed mass or a speed-up as the target, and exactly one of them.")
+            raise OptionError("Give either a largest missed mass or a speed-up as the target, and exactly one of them.")
         if self.max_missed is not None and not 0 <= self.max_missed <= 1:
-            raise SearchError(f"The largest missed mass is a share between 0 and 1, got {self.max_missed}.")
+            raise OptionError(f"The largest missed mass is a share between 0 and 1, got {self.max_missed}.")
         if self.speedup is not None and not 0 < self.speedup < 1e6:
-            raise SearchError(f"The speed-up must be above 0, got {self.speedup}.")
+            raise OptionError(f"The speed-up must be above 0 and below a million, got {self.speedup}.")
+        if self.metric not in METRICS:
+            raise OptionError(f"The metric is one of {', '.join(METRICS)}, got {self.metric[:40]!r}.")
+        for layer, limit in self.layer_limits:
+            if not 0 <= limit <= 1:
+                raise OptionError(f"The limit of layer {layer} is a share between 0 and 1, got {limit}.")
         if self.weight not in WEIGHTS:
-            raise SearchError(f"Losses are weighted by one of {', '.join(WEIGHTS)}, got {self.weight[:40]!r}.")
+            raise OptionError(f"Losses are weighted by one of {', '.join(WEIGHTS)}, got {self.weight[:40]!r}.")
         if self.weight == "logits" and self.layer_weights is None:
-            raise SearchError("Weighting by the logits needs a weight for each layer: measure them first.")
+            raise OptionError("Weighting by the logits needs a weight for each layer: measure them first.")
+
+    def check_layers(self, searched: Sequence[int]) -> None:
+        """OptionError where a limit is for a layer that is not among the searched ones."""
+        for layer, _ in self.layer_limits:
+            if layer not in searched:
+                raise OptionError(f"There is a limit for layer {layer}, which is not among the layers searched.")
 
     def to_dict(self) -> dict[str, Any]:
         value = {name: getattr(self, name) for name in ("max_missed", "speedup", "metric", "weight")}
-        return value | {
-            "layer_limits": {str(layer): limit for layer, limit in self.layer_limits},
-            "dense_where_faster": self.dense_where_faster or self.speedup is not None,
-        }
+        return value | {"layer_limits": {str(layer): limit for layer, limit in self.layer_limits}}
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ class Prediction:
     """What a choice is predicted to take, means over prompts in ms, and to lose.
 
     `prefill_ms` = `other_ms` + attention. `loss_mean` and `loss_worst` are over heads, each on its worst prompt.
-    `slower_layers` are those whose mix is predicted slower than the dense kernel at these lengths.
+    `dense_layers` are those whose heads are all dense, so that they run in the dense kernel.
     """
 
     attention_ms: float
@@ -135,7 +143,7 @@ class Prediction:
     loss_worst: float
     computed_pairs: int
     causal_pairs: int
-    slower_layers: tuple[int, ...]
+    dense_layers: tuple[int, ...]
 
     @property
     def prefill_ms(self) -> float:
@@ -185,83 +193,68 @@ def fronts(table: Table, model: CostModel, target: Target) -> list[Front]:
 
 
 def allocate(table: Table, model: CostModel, target: Target, made: list[Front] | None = None) -> Allocation:
-    """The choice for every head. Pure arithmetic on stored numbers; `made` reuses `fronts`."""
+    """The choice for every head. Pure arithmetic on stored numbers; `made` reuses `fronts`.
+
+    A layer that no mix makes faster than the dense kernel stays dense, whatever the target.
+    """
     every = made if made is not None else fronts(table, model, target)
+    target.check_layers(table.layers)
     limits = dict(target.layer_limits)
-    unknown = sorted(set(limits) - set(table.layers))
-    if unknown:
-        raise SearchError(f"There is a limit for layer {unknown[0]}, which was not searched.")
     if target.max_missed is not None:
         choice = _for_limit(every, table, model, target.max_missed, limits)
-        picked = _picked(choice, table)
-        if target.dense_where_faster:
-            picked[list(_slower(picked, table, model))] = 0
     else:
-        choice, picked = _for_speedup(every, table, model, target, limits)
+        choice = _for_speedup(every, table, model, target.speedup or 1.0, limits)
+    picked = np.array([point.number for point in choice.points]).reshape(len(table.layers), table.heads)
     return Allocation(picked, choice, predict(picked, table, model, target.metric), _unserved(every, target))
 
 
 def _for_limit(every: list[Front], table: Table, model: CostModel, limit: float, limits: dict[int, float]) -> Choice:
-    """Least time within the limit. A family costs its layer something once, so every set of families is tried."""
+    """Least time within the limit, layer by layer: the dense kernel, or the best mix of any set of families.
+
+    A family costs its layer something once, so every set is tried.
+    """
     kinds = [pattern.kind for pattern in table.grid.candidates]
     sparse = sorted(set(kinds) - {Dense.kind})
-    sets = [set(picked) for size in range(len(sparse) + 1) for picked in combinations(sparse, size)]
+    sets = [{Dense.kind, *picked} for size in range(1, len(sparse) + 1) for picked in combinations(sparse, size)]
+    dense_ms = dense_layer_ms(table, model)
     chosen: list[Point] = []
     for at in range(len(table.layers)):
         row = every[at * table.heads : (at + 1) * table.heads]
-        options = []
+        options = [(dense_ms, 0, 0.0, tuple(front.every[0] for front in row))]
         for allowed in sets:
-            some = [
-                Front.of(each.layer, each.head, [p for p in each.every if kinds[p.number] in allowed | {Dense.kind}])
-                for each in row
-            ]
+            some = [replace(each, every=tuple(p for p in each.every if kinds[p.number] in allowed)) for each in row]
             choice = least_time(some, limit, limits)
-            base = model.base_ms(kinds[point.number] for point in choice.points)
-            options.append((choice.ms + base, sum(point.rank[0] for point in choice.points), choice.loss, choice))
+            if any(point.number for point in choice.points):
+                base = model.base_ms(kinds[point.number] for point in choice.points)
+                simple = sum(point.rank[0] for point in choice.points)
+                options.append((choice.ms + base, simple, choice.loss, choice.points))
         fastest = min(option[0] for option in options)
         # Ties in time go to the simpler patterns, as for single heads.
         near = [option for option in options if option[0] <= fastest * (1 + TIE_TIME)]
-        chosen += min(near, key=lambda option: option[1:3])[3].points
+        chosen += min(near, key=lambda option: option[1:3])[3]
     return Choice(tuple(chosen), sum(point.ms for point in chosen), sum(point.weighted for point in chosen))
 
 
 def _for_speedup(
-    every: list[Front], table: Table, model: CostModel, target: Target, limits: dict[int, float]
-) -> tuple[Choice, np.ndarray]:
-    """Least loss at the speed-up; layers whose mix would be slower than dense become dense and free their time.
-
-    The relaxed bound is that of the layers that stay sparse.
-    """
-    assert target.speedup is not None
+    every: list[Front], table: Table, model: CostModel, speedup: float, limits: dict[int, float]
+) -> Choice:
+    """Least loss at the speed-up of the whole prefill. SearchError where no choice is predicted to reach it."""
+    kinds = [pattern.kind for pattern in table.grid.candidates]
+    layers = Layers(every, table.heads, kinds, model.base_ms, dense_layer_ms(table, model), limits)
     other = float(np.mean([model.other_ms(n) for n in table.tokens]))
-    dense_layer = float(np.mean([model.dense_layer_ms(n, table.heads) for n in table.tokens]))
-    dense_total = other + dense_layer * len(table.layers)
-    place = {layer: at for at, layer in enumerate(table.layers)}
-    # What families a layer will have is not known before; assuming all of them errs on the side of the target.
-    base = model.base_ms(pattern.kind for pattern in table.grid.candidates)
-    fastest = np.full(len(table.layers), base)
-    for each in every:
-        allowed = [point.ms for point in each.every if point.loss <= limits.get(each.layer, 1.0)]
-        fastest[place[each.layer]] += min(allowed, default=np.inf)
-    fixed = {int(at) for at in np.flatnonzero(fastest >= dense_layer)}
-    most = dense_total / (other + float(np.minimum(fastest, dense_layer).sum()))
-    if most < target.speedup * (1 - 1e-12):
+    dense_total = other + layers.dense_ms * len(table.layers)
+    most = dense_total / (other + fastest_ms(layers))
+    if most < speedup * (1 - 1e-12):
         raise SearchError(
-            f"No choice of candidates reaches a speed-up of {target.speedup:.2f} here: the fastest is predicted to "
-            f"reach {most:.2f} of the whole prefill at these lengths."
+            f"No choice of candidates reaches a speed-up of {speedup:.2f} here: the fastest is predicted to reach "
+            f"{most:.2f} of the whole prefill at these lengths."
         )
-    while True:
-        rows = [at for at in range(len(table.layers)) if at not in fixed]
-        left = dense_total / target.speedup - other - len(fixed) * dense_layer - len(rows) * base
-        choice = Choice((), 0.0, 0.0, 0.0)
-        picked = np.zeros((len(table.layers), table.heads), dtype=int)
-        if rows:
-            choice = least_loss([front for front in every if place[front.layer] not in fixed], left, limits)
-            picked[rows] = np.array([point.number for point in choice.points]).reshape(len(rows), table.heads)
-        slower = set(_slower(picked, table, model)) - fixed
-        if not slower:
-            return choice, picked
-        fixed |= slower
+    return least_loss_of_layers(layers, dense_total / speedup - other)
+
+
+def dense_layer_ms(table: Table, model: CostModel) -> float:
+    """A layer in the dense kernel, mean over prompts."""
+    return float(np.mean([model.dense_layer_ms(n, table.heads) for n in table.tokens]))
 
 
 def _unserved(every: list[Front], target: Target) -> tuple[tuple[int, int], ...]:
@@ -275,42 +268,28 @@ def _unserved(every: list[Front], target: Target) -> tuple[tuple[int, int], ...]
     )
 
 
-def _picked(choice: Choice, table: Table) -> np.ndarray:
-    return np.array([point.number for point in choice.points]).reshape(len(table.layers), table.heads)
-
-
-def _layer_ms(picked: np.ndarray, table: Table, model: CostModel) -> tuple[np.ndarray, float]:
-    """Predicted ms of every layer under its mix [layers], and of a dense layer."""
+def layer_ms(picked: np.ndarray, table: Table, model: CostModel) -> np.ndarray:
+    """Predicted ms of every layer [layers] under candidate numbers [layers, heads], mean over prompts."""
     ms = np.take_along_axis(table.head_ms(model), picked[:, :, None], 2)[:, :, 0]
-    dense = float(np.mean([model.dense_layer_ms(n, table.heads) for n in table.tokens]))
     kinds = [pattern.kind for pattern in table.grid.candidates]
-    base = [model.base_ms(kinds[int(number)] for number in row) for row in picked]
-    mix = np.array(base) + ms.sum(1)
-    all_dense = (picked == 0).all(1)
-    return np.where(all_dense, dense, mix), dense
-
-
-def _slower(picked: np.ndarray, table: Table, model: CostModel) -> list[int]:
-    """Places of the layers whose mix is predicted slower than the dense kernel."""
-    mix, dense = _layer_ms(picked, table, model)
-    return [int(at) for at in np.flatnonzero(mix > dense * (1 + 1e-9))]
+    mix = ms.sum(1) + [model.base_ms(kinds[int(number)] for number in row) for row in picked]
+    return np.where((picked == 0).all(1), dense_layer_ms(table, model), mix)
 
 
 def predict(picked: np.ndarray, table: Table, model: CostModel, metric: str = "mean") -> Prediction:
     """Time and loss of candidate numbers [layers, heads]."""
-    mix, dense = _layer_ms(picked, table, model)
     loss = np.take_along_axis(table.loss(metric), picked[:, :, None], 2)[:, :, 0]
     pairs = np.stack([np.take_along_axis(x, picked[:, :, None], 2)[:, :, 0] for x in table.stats["computed_pairs"]])
     causal = sum(n * (n + 1) // 2 for n in table.tokens) * table.heads * len(table.layers)
     return Prediction(
-        attention_ms=float(mix.sum()),
-        dense_attention_ms=dense * len(table.layers),
+        attention_ms=float(layer_ms(picked, table, model).sum()),
+        dense_attention_ms=dense_layer_ms(table, model) * len(table.layers),
         other_ms=float(np.mean([model.other_ms(n) for n in table.tokens])),
         loss_mean=float(loss.mean()),
         loss_worst=float(loss.max()),
         computed_pairs=int(pairs.sum()),
         causal_pairs=int(causal),
-        slower_layers=tuple(table.layers[at] for at in _slower(picked, table, model)),
+        dense_layers=tuple(layer for layer, row in zip(table.layers, picked, strict=True) if not row.any()),
     )
 
 

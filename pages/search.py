@@ -13,6 +13,7 @@ from headscope.engine.errors import HeadscopeError
 from headscope.engine.explain import explain
 from headscope.engine.facts import ModelFacts
 from headscope.engine.packaged import PACKAGED
+from headscope.engine.search_check import Expected
 from headscope.engine.search_grid import default_grid
 from headscope.engine.search_table import Allocation, Target
 from headscope.studio import charts, prompts, search_charts, search_view, state, widgets, words
@@ -22,6 +23,7 @@ from headscope.studio.state import View
 
 LIMITS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 SPEEDUPS = tuple(round(0.5 + 0.05 * step, 2) for step in range(0, 91))
+COSTS = {"ms": "time on this machine", "tiles": "computed tiles"}
 LENGTHS = {"512": 512, "1,024": 1024, "2,048": 2048, "whole": None}
 
 
@@ -42,8 +44,11 @@ def main() -> None:
     found = choose(held, seen, rows)
     if found is None:
         return
-    allocation, target = slider(seen, found)
-    if allocation is None or target is None:
+    found, target = slider(seen, found)
+    try:
+        allocation = found.allocate(target)
+    except HeadscopeError as error:
+        st.warning(words.plain_markdown(str(error)), icon=":material/speed:")
         return
     outcome(held, seen, found, allocation, target)
 
@@ -141,13 +146,18 @@ def choose(held: Lab, seen: View, rows: list[dict[str, Any]]) -> Found | None:
     if current not in known:
         current = rows[0]["id"]
 
-    def name(row_id: str) -> str:
-        row = known[row_id]
+    def name(row: dict[str, Any]) -> str:
         kinds = ", ".join(prompt["name"] for prompt in row["settings"]["prompts"])
         return f"{row['created_at']:%Y-%m-%d %H:%M} · {row['model']} · {kinds}"
 
+    names = {row_id: name(row) for row_id, row in known.items()}
+    # A select box tells options apart by their labels.
+    labels = {
+        row_id: f"{label} · {row_id[:4]}" if list(names.values()).count(label) > 1 else label
+        for row_id, label in names.items()
+    }
     st.selectbox(
-        "Search", list(known), format_func=name,
+        "Search", list(known), format_func=labels.__getitem__,
         **state.bind("search-chosen", current, lambda new: seen.extra.update(search=new)),
     )  # fmt: skip
     held_found = seen.extra.get("search-found")
@@ -159,15 +169,22 @@ def choose(held: Lab, seen: View, rows: list[dict[str, Any]]) -> Found | None:
         st.error(words.plain_markdown(str(error)))
         return None
     seen.extra["search-found"] = found
-    seen.extra.pop("search-sweep", None)
     return found
 
 
-def slider(seen: View, found: Found) -> tuple[Allocation | None, Target | None]:
-    """The target, and the choice that it gives from the stored fronts."""
+def slider(seen: View, found: Found) -> tuple[Found, Target]:
+    """What counts as cost, and the target; the choice follows from the stored fronts."""
     place: dict[str, Any] = seen.extra.setdefault("search-target", {"by": "loss", "limit": 0.02, "speedup": 1.0})
-    by = {"loss": "no head misses more than", "speed": "whole prefill faster by"}
+    unit = place.setdefault("cost", "ms")
+    counts = "prefill" if unit == "ms" else "attention tiles"
+    by = {"loss": "no head misses more than", "speed": f"dense over sparse {counts}"}
     with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
+        st.segmented_control(
+            "Least", list(COSTS), format_func=COSTS.__getitem__, required=True,
+            help="Time is predicted for the machine that ran the search. Tiles of 64 x 128 cells are the work itself: "
+            "count them to choose for a machine other than this one, such as a GPU",
+            **state.bind("search-cost", unit, lambda new: place.update(cost=new)),
+        )  # fmt: skip
         st.segmented_control(
             "Target", list(by), format_func=by.__getitem__, required=True,
             **state.bind("search-by", place["by"], lambda new: place.update(by=new)),
@@ -180,56 +197,74 @@ def slider(seen: View, found: Found) -> tuple[Allocation | None, Target | None]:
             target = Target(max_missed=place["limit"])
         else:
             st.select_slider(
-                "Dense over sparse prefill time", SPEEDUPS, format_func=lambda value: f"{value:.2f}×", width=520,
+                "Dense over sparse prefill time" if unit == "ms" else "Dense over sparse computed tiles", SPEEDUPS,
+                format_func=lambda value: f"{value:.2f}×", width=520,
                 **state.bind("search-speedup", place["speedup"], lambda new: place.update(speedup=new)),
             )  # fmt: skip
             target = Target(speedup=place["speedup"])
-    try:
-        return found.allocate(target), target
-    except HeadscopeError as error:
-        st.warning(words.plain_markdown(str(error)), icon=":material/speed:")
-        return None, None
+    return counted(seen, found, place["cost"]), target
+
+
+def counted(seen: View, found: Found, unit: str) -> Found:
+    """The search with costs in `unit`, made once."""
+    if unit == found.unit:
+        return found
+    kept = seen.extra.get("search-counted")
+    if not isinstance(kept, Found) or (kept.id, kept.unit) != (found.id, unit):
+        kept = seen.extra["search-counted"] = found.counting(unit)
+    return kept
 
 
 def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
     """What the choice is predicted to take and to lose, and what can be done with it."""
     said = allocation.prediction
     figures = search_view.figures(found, allocation, target)
+    timed = found.in_ms(allocation)
     first, second, third, fourth = st.columns(4)
-    first.metric(
-        "attention, predicted", words.milliseconds(said.attention_ms), delta_arrow="off", delta_color="off",
-        delta=f"dense {words.milliseconds(said.dense_attention_ms)}",
+    if found.unit == "tiles":
+        first.metric(
+            "computed tiles, of dense", words.percent(said.attention_ms / max(1e-9, said.dense_attention_ms)),
+            delta=f"{said.attention_ms:,.0f} of {said.dense_attention_ms:,.0f}", delta_arrow="off", delta_color="off",
+        )  # fmt: skip
+    (second if found.unit == "tiles" else first).metric(
+        "attention, predicted", words.milliseconds(timed.attention_ms), delta_arrow="off", delta_color="off",
+        delta=f"dense {words.milliseconds(timed.dense_attention_ms)}",
     )  # fmt: skip
-    second.metric("whole prefill, dense over sparse", f"{said.speedup:.2f}×")
+    if found.unit == "ms":
+        second.metric("whole prefill, dense over sparse", f"{said.speedup:.2f}×")
     third.metric("missed mass, mean", words.percent(said.loss_mean), delta_arrow="off", delta_color="off",
                  delta=f"worst head {words.percent(said.loss_worst)}")  # fmt: skip
     fourth.metric("computes, of causal pairs", words.percent(said.computed_pairs / max(1, said.causal_pairs)))
     families = " · ".join(f"{count} {kind}" for kind, count in figures["families"].items())
     uniform = figures["uniform_at_equal_pairs"]["missed_mass_worst_prompt"]
+    fit = found.fitted.fit
     st.caption(
         f"{families}. {words.count(len(allocation.stayed_dense), 'head')} with no candidate in reach. Losses are "
         f"isolated. Worst prompt misses {words.percent(figures['missed_mass_worst_prompt'])}; the best single setting "
-        f"at equal computed pairs {words.percent(uniform)}. Cost model: {words.percent(found.cost.fit.median_error)} "
-        f"median error over {found.cost.fit.samples:,} timed layers."
+        f"at equal computed pairs {words.percent(uniform)}. Cost model: {words.percent(fit.mixed_error)} median error "
+        f"over the mixed ones of {fit.samples:,} timed layers."
     )
-    if said.slower_layers:
-        st.caption(
-            f"{words.count(len(said.slower_layers), 'layer')} would be faster dense at these lengths: short prompts do "
-            "not repay the index. `headscope bench --host` finds the length where sparse wins."
+    if said.dense_layers and found.unit == "ms":
+        st.info(
+            f"{words.count(len(said.dense_layers), 'layer')} of {len(found.table.layers)} stay dense: no mix within "
+            "reach is predicted faster at these lengths on the machine of the search. `headscope bench --host` finds "
+            "the length where sparse wins; to choose for another machine, take computed tiles as the cost.",
+            icon=":material/info:",
         )
     if figures.get("gap") is not None:
         st.caption(
             f"Total loss {figures['total_loss']:.4f}; no choice can be below {figures['relaxed_total_loss']:.4f} "
             f"(gap {figures['gap']:.4f})."
         )
-    if "search-sweep" not in seen.extra:
-        seen.extra["search-sweep"] = search_view.sweep(found, LIMITS)
-    rows = seen.extra["search-sweep"]
+    swept = seen.extra.get("search-sweep")
+    if swept is None or swept[0] != (found.id, found.unit):
+        swept = seen.extra["search-sweep"] = ((found.id, found.unit), search_view.sweep(found, LIMITS))
+    rows = swept[1]
     left, right = st.columns(2, gap="medium")
     with left:
         widgets.figure(
-            search_charts.curve(rows, (said.loss_mean, said.attention_ms), state.colours()), "search-curve",
-            search_charts.describe_curve(rows), lambda: pl.DataFrame(rows),
+            search_charts.curve(rows, (said.loss_mean, said.attention_ms), state.colours(), found.unit),
+            "search-curve", search_charts.describe_curve(rows, found.unit), lambda: pl.DataFrame(rows),
         )  # fmt: skip
         act(held, seen, found, allocation, target)
         why(found, allocation, target)
@@ -258,7 +293,7 @@ def heads_frame(found: Found, allocation: Allocation) -> pl.DataFrame:
                 {
                     "layer": layer, "head": head, "pattern": words.label(found.settings.grid.candidates[number]),
                     "missed_mass_worst_prompt": float(loss[at, head, number]),
-                    "predicted_ms": float(ms[at, head, number]),
+                    ("predicted_ms" if found.unit == "ms" else "computed_tiles"): float(ms[at, head, number]),
                 }
             )  # fmt: skip
     return pl.DataFrame(rows)
@@ -267,6 +302,7 @@ def heads_frame(found: Found, allocation: Allocation) -> pl.DataFrame:
 def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
     """Make it the draft, measure it for real, and the comparison of both."""
     label = f"search at {words.percent(target.max_missed)}" if target.max_missed is not None else "search by speed"
+    label += " by tiles" if found.unit == "tiles" else ""
     config = found.config(allocation, target)
     job = held.worker.latest(seen.session)
     busy = job is not None and job.open
@@ -284,7 +320,7 @@ def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Tar
             "Measure it for real", key="search-check", icon=":material/timer:", disabled=busy,
             help="Runs this choice on the first calibration prompt and times it",
         ):  # fmt: skip
-            said = search_view.predicted_for(found, allocation, target)
+            said = search_view.expected(found, allocation)
             try:
                 held.worker.submit(
                     seen.session, "search-check", label,
@@ -302,24 +338,23 @@ def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Tar
         both(name, checked[1], checked[2])
 
 
-def both(name: str, said: dict[str, float], got: dict[str, Any]) -> None:
+def both(name: str, said: Expected, got: dict[str, Any]) -> None:
     """Predicted beside measured, on one prompt."""
     st.text(f"{name}, on {got['prompt']} ({got['tokens']:,} tokens): predicted and measured")
+    taken, dense = got["attention_ms"], got["dense_attention_ms"]
+    beside = said.beside(dense)
     rows = [
-        ("attention, sparse (ms)", said["attention_ms"], got["attention_ms"]),
-        ("attention, dense (ms)", said["dense_attention_ms"], got["dense_attention_ms"]),
-        ("missed mass, mean over heads", said["missed_mass_mean"], got["missed_mass_mean"]),
+        ("attention, this choice (ms)", f"{beside:.1f}", f"{taken:.1f}"),
+        ("this choice over dense", f"{beside / dense:.3f}", f"{taken / dense:.3f}"),
+        ("missed mass, mean over heads", f"{said.missed_mass_mean:.4f}", f"{got['missed_mass_mean']:.4f}"),
     ]
-    frame = pl.DataFrame(
-        {
-            "figure": [row[0] for row in rows],
-            "predicted": [round(row[1], 4) for row in rows],
-            "measured": [round(row[2], 4) for row in rows],
-        }
-    )
+    frame = pl.DataFrame(rows, orient="row", schema=["figure", "predicted", "measured"])
     st.dataframe(frame, hide_index=True, key="search-both", alt="Predicted and measured figures of the choice")
-    off = got["attention_ms"] / max(1e-9, said["attention_ms"]) - 1
-    st.caption(f"Measured time is {off:+.0%} of the prediction; other programs on this machine make it longer.")
+    st.caption(
+        f"Measured time is {taken / max(1e-9, beside) - 1:+.0%} of the prediction. Dense attention took "
+        f"{words.milliseconds(dense)} in this measurement and {words.milliseconds(said.dense_attention_ms)} when the "
+        "search ran; the prediction is what the choice takes beside dense, at the present speed."
+    )
 
 
 def why(found: Found, allocation: Allocation, target: Target) -> None:
@@ -338,7 +373,9 @@ def why(found: Found, allocation: Allocation, target: Target) -> None:
         st.caption(words.escaped(story))  # prompts of a run folder have names of a person's own
         for option, what in ((told.smaller, "Less budget"), (told.larger, "More budget")):
             if option is not None:
-                st.caption(f"{what}: {option.label} misses {words.percent(option.loss)} in {option.ms:.2f} ms.")
+                st.caption(
+                    f"{what}: {option.label} misses {words.percent(option.loss)} in {option.ms:.2f} {found.unit}."
+                )
         at = found.table.layers.index(layer)
         ms, loss = found.table.head_ms(found.cost)[at, head], found.table.loss(target.metric)[at, head]
         every = [
@@ -346,9 +383,9 @@ def why(found: Found, allocation: Allocation, target: Target) -> None:
             for number, pattern in enumerate(found.settings.grid.candidates)
         ]
         widgets.figure(
-            search_charts.head_front(told, every, target.max_missed, state.colours()), "search-front",
-            f"Candidates of layer {layer} head {head} by predicted time and loss; {told.chosen.label} is chosen.",
-            lambda: pl.DataFrame(every, orient="row", schema=["family", "pattern", "predicted_ms", "missed_mass"]),
+            search_charts.head_front(told, every, target.max_missed, state.colours(), found.unit), "search-front",
+            f"Candidates of layer {layer} head {head} by cost and loss; {told.chosen.label} is chosen.",
+            lambda: pl.DataFrame(every, orient="row", schema=["family", "pattern", found.unit, "missed_mass"]),
         )  # fmt: skip
 
 

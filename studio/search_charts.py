@@ -13,21 +13,28 @@ from headscope.studio.theme import MARKS, Theme
 from headscope.studio.words import milliseconds, percent
 
 
-def curve(rows: Sequence[dict[str, float]], now: tuple[float, float] | None, theme: Theme) -> go.Figure:
-    """Predicted attention time against the mean missed mass over heads, one point a limit; `now` is the choice."""
+def cost(value: float, unit: str) -> str:
+    """A cost in words: milliseconds, or computed tiles."""
+    return milliseconds(value) if unit == "ms" else f"{value:,.0f}\u00a0tiles"
+
+
+def curve(rows: Sequence[dict[str, float]], now: tuple[float, float] | None, theme: Theme, unit: str) -> go.Figure:
+    """Attention's cost in `unit` against the mean missed mass over heads, one point a limit; `now` is the choice."""
     figure = go.Figure()
     figure.add_scatter(
-        x=[row["loss_mean"] for row in rows], y=[row["attention_ms"] for row in rows], mode="lines+markers",
-        name="sparse, predicted", line={"color": theme.accent, "width": 2}, marker={"size": 6},
+        x=[row["loss_mean"] for row in rows], y=[row[f"attention_{unit}"] for row in rows], mode="lines+markers",
+        name="sparse, predicted" if unit == "ms" else "sparse",
+        line={"color": theme.accent, "width": 2}, marker={"size": 6},
         customdata=[[row["limit"], row["computed_density"]] for row in rows],
-        hovertemplate="no head above %{customdata[0]:.2%}<br>%{y:,.0f} ms, mean missed %{x:.2%}"
+        hovertemplate=f"no head above %{{customdata[0]:.2%}}<br>%{{y:,.0f}} {unit}"
+        ", mean missed %{x:.2%}"
         "<br>%{customdata[1]:.0%} of the causal pairs<extra></extra>",
     )  # fmt: skip
     if rows:
-        dense = rows[0]["dense_attention_ms"]
+        dense = rows[0][f"dense_attention_{unit}"]
         figure.add_hline(y=dense, line={"color": theme.faint, "dash": "dash", "width": 1.5})
         figure.add_annotation(
-            x=1, xref="paper", y=dense, text=f"dense {milliseconds(dense)}", showarrow=False, xanchor="right",
+            x=1, xref="paper", y=dense, text=f"dense {cost(dense, unit)}", showarrow=False, xanchor="right",
             yanchor="bottom", font={"color": theme.faint, "size": 11},
         )  # fmt: skip
     if now is not None:
@@ -35,19 +42,20 @@ def curve(rows: Sequence[dict[str, float]], now: tuple[float, float] | None, the
             x=[now[0]], y=[now[1]], mode="markers", name="this choice", hoverinfo="skip",
             marker={"symbol": "circle-open", "size": 18, "color": theme.missed, "line": {"width": 3}},
         )  # fmt: skip
-    layout(figure, theme, "Time against loss, whole model", 300)
+    layout(figure, theme, f"{'Time' if unit == 'ms' else 'Tiles'} against loss, searched layers", 300)
     figure.update_xaxes(
         title="missed mass, mean over heads on their worst prompt", tickformat=".1%", rangemode="tozero"
     )
-    figure.update_yaxes(title="attention of one prefill (ms)", rangemode="tozero", showgrid=True, gridcolor=theme.grid)
+    what = "attention of one prefill (ms)" if unit == "ms" else "computed tiles of one prefill"
+    figure.update_yaxes(title=what, rangemode="tozero", showgrid=True, gridcolor=theme.grid)
     figure.update_layout(legend={"y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"})
     return figure
 
 
-def head_front(told: Explanation, every: Sequence[Any], limit: float | None, theme: Theme) -> go.Figure:
-    """All candidates of one head by predicted time and loss; the front is joined, the choice is circled.
+def head_front(told: Explanation, every: Sequence[Any], limit: float | None, theme: Theme, unit: str) -> go.Figure:
+    """All candidates of one head by cost in `unit` and loss; the front is joined, the choice is circled.
 
-    `every` holds (kind, label, ms, loss) of each candidate.
+    `every` holds (kind, label, cost, loss) of each candidate.
     """
     figure = go.Figure()
     front = told.front
@@ -64,7 +72,7 @@ def head_front(told: Explanation, every: Sequence[Any], limit: float | None, the
             marker={"symbol": MARKS[kind], "size": 10, "color": theme.patterns[kind],
                     "line": {"width": 1.5, "color": theme.patterns[kind]}},
             customdata=[[row[1]] for row in mine],
-            hovertemplate="<b>%{customdata[0]}</b><br>%{x:.2f} ms, misses %{y:.2%}<extra></extra>",
+            hovertemplate=f"<b>%{{customdata[0]}}</b><br>%{{x:.2f}} {unit}, misses %{{y:.2%}}<extra></extra>",
         )  # fmt: skip
     figure.add_scatter(
         x=[told.chosen.ms], y=[told.chosen.loss], mode="markers", name="chosen", hoverinfo="skip",
@@ -73,19 +81,21 @@ def head_front(told: Explanation, every: Sequence[Any], limit: float | None, the
     if limit is not None:
         figure.add_hline(y=limit, line={"color": theme.missed, "dash": "dot", "width": 1.2})
     layout(figure, theme, f"Layer {told.layer} · Head {told.head}: {len(every)} candidates", 340)
-    figure.update_xaxes(title="predicted time of this head (ms)", rangemode="tozero")
+    what = "predicted time of this head (ms)" if unit == "ms" else "computed tiles of this head"
+    figure.update_xaxes(title=what, rangemode="tozero")
     figure.update_yaxes(title="missed mass, worst prompt", tickformat=".0%", rangemode="tozero", showgrid=True,
                         gridcolor=theme.grid)  # fmt: skip
     figure.update_layout(legend={"y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"})
     return figure
 
 
-def describe_curve(rows: Sequence[dict[str, float]]) -> str:
+def describe_curve(rows: Sequence[dict[str, float]], unit: str) -> str:
     """The curve in words, for screen readers."""
     if not rows:
         return "No points."
     first, last = rows[0], rows[-1]
     return (
-        f"Predicted attention time falls from {milliseconds(first['attention_ms'])} at a limit of "
-        f"{percent(first['limit'])} to {milliseconds(last['attention_ms'])} at {percent(last['limit'])}."
+        f"{'Predicted attention time' if unit == 'ms' else 'Computed tiles'} from "
+        f"{cost(first[f'attention_{unit}'], unit)} at a limit of {percent(first['limit'])} to "
+        f"{cost(last[f'attention_{unit}'], unit)} at {percent(last['limit'])}."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,23 @@ from headscope.engine.errors import ConfigError, HeadscopeError
 from headscope.engine.estimator import Estimator
 from headscope.engine.inspection import hardware, versions
 from headscope.engine.search import choose, measure, read_run, summary, to_config
-from headscope.engine.search_check import Checked, check_prompt
+from headscope.engine.search_check import Checked, Expected, check_prompt
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_front import Front
 from headscope.engine.search_grid import FORMAT as GRID_FORMAT
 from headscope.engine.search_grid import SAMPLING, Grid
-from headscope.engine.search_measure import STATS, PromptResult, SearchError, SearchPrompt, Settings, Step
+from headscope.engine.search_measure import (
+    STATS,
+    PromptResult,
+    SearchError,
+    SearchPrompt,
+    Settings,
+    Step,
+    keep_prompt,
+    read_prompt,
+)
 from headscope.engine.search_source import ModelSource, encode_prompts
-from headscope.engine.search_table import Allocation, Table, Target, allocate, fronts
+from headscope.engine.search_table import Allocation, Prediction, Table, Target, allocate, fronts, predict
 from headscope.studio import prompts as texts
 from headscope.studio.draft import Draft
 from headscope.studio.draft import Grid as Patterns
@@ -61,7 +70,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found:
-    """A stored search, ready for any target. `made` are the fronts under the default metric."""
+    """A stored search, ready for any target.
+
+    `cost` is what a choice minimises: `fitted`, the time on the machine of the search, or computed tiles. `made` are
+    the fronts under it and the default metric.
+    """
 
     id: str
     model: str
@@ -69,8 +82,23 @@ class Found:
     facts: dict[str, Any]
     settings: Settings
     table: Table
+    fitted: CostModel
     cost: CostModel
     made: list[Front]
+
+    @property
+    def unit(self) -> str:
+        """What costs are counted in: `ms` or `tiles`."""
+        return self.cost.unit
+
+    def counting(self, unit: str) -> Found:
+        """The same search with costs in `ms` of its machine, or in computed `tiles`."""
+        cost = CostModel.tiles() if unit == "tiles" else self.fitted
+        return replace(self, cost=cost, made=fronts(self.table, cost, Target(max_missed=1.0)))
+
+    def in_ms(self, allocation: Allocation) -> Prediction:
+        """What the choice is predicted to take on the machine of the search, whatever it minimises."""
+        return predict(allocation.picked, self.table, self.fitted)
 
     def allocate(self, target: Target) -> Allocation:
         """The choice at a target; arithmetic on stored numbers."""
@@ -102,10 +130,15 @@ def grid_text(grid: Grid) -> str:
     return "\n".join(json.dumps(entry) for entry in grid.to_list())
 
 
+def home() -> Path:
+    """Where run folders lie, and the token ids of every prompt that a stored search was measured on."""
+    return data_dir() / "searches"
+
+
 def folder_of(plan: Plan, fingerprint: str, estimator: Estimator) -> Path:
     """The run folder: the same search again finds what was measured before."""
     words = [plan.model, fingerprint, plan.grid.digest(), estimator.to_dict(), plan.chat]
-    return data_dir() / "searches" / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+    return home() / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
@@ -123,6 +156,8 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
     results = measure(
         source, prompts, settings, folder, facts=facts, progress=told, cancel=lambda: context.cancelled
     )  # fmt: skip
+    for prompt in prompts:
+        keep_prompt(home(), prompt)
     context.step(1, 1, "Choosing")
     asked = {"samples": list(plan.samples), "tokens": plan.tokens, "chat": plan.chat}
     return _keep(held, plan.model, asked, results, settings, facts, target, folder, hardware(loaded.device))
@@ -131,6 +166,10 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
 def take_in(held: Lab, folder: Path, target: Target) -> str:
     """A run folder that `headscope search` wrote, as a stored search; its id. No model is needed."""
     results, settings, facts = read_run(folder)
+    for result in results:
+        prompt = read_prompt(folder, str(result.prompt["key"]))
+        if prompt is not None:
+            keep_prompt(home(), prompt)
     known = folder / "cost-model.json"
     cost = CostModel.load(known) if known.exists() else None
     asked: dict[str, Any] = {"samples": [], "tokens": None, "chat": False, "folder": folder.name}
@@ -233,46 +272,39 @@ def load_search(held: Lab, row: dict[str, Any]) -> Found:
     table = Table(grid, settings.layers, tuple(kept["prompts"]), stats, np.array(kept["dense_ms"]))
     cost = CostModel.from_dict(kept["cost"], "The stored search")
     made = fronts(table, cost, Target(max_missed=1.0))
-    return Found(row["id"], row["model"], kept["plan"], kept["facts"], settings, table, cost, made)
+    return Found(row["id"], row["model"], kept["plan"], kept["facts"], settings, table, cost, cost, made)
 
 
 def check_for_real(held: Lab, context: Context, found: Found, config: HeadConfig) -> dict[str, Any]:
     """A job: the choice measured on its first calibration prompt, beside what was predicted for that prompt."""
-    if not found.plan["samples"]:
-        raise HeadscopeError(
-            "This search came from a run folder, which keeps no texts: check it by `headscope search`."
-        )
-    plan = Plan(
-        found.model, tuple(found.plan["samples"]), found.plan["tokens"], found.settings.grid, found.plan["chat"]
-    )
+    key = str(found.table.prompts[0]["key"])
     loaded = held.load(found.model, context)
-    prompts = {prompt.key: prompt for prompt in calibration(held, plan)}
-    first = found.table.prompts[0]
-    if first["key"] not in prompts:
-        raise HeadscopeError("The calibration prompt reads otherwise now (another tokenizer?): run the search again.")
-    source, layers = ModelSource(loaded), len(found.settings.layers)
-    done = [0]
+    if loaded.fingerprint != found.facts["fingerprint"]:
+        raise HeadscopeError(f"The search was of another {found.model} than the one that is loaded: run it again.")
+    prompt = read_prompt(home(), key)
+    if prompt is None and found.plan["samples"]:  # searched before token ids were kept
+        samples = tuple(found.plan["samples"])
+        plan = Plan(found.model, samples, found.plan["tokens"], found.settings.grid, found.plan["chat"])
+        prompt = next((each for each in calibration(held, plan) if each.key == key), None)
+    if prompt is None:
+        raise HeadscopeError(
+            "The prompts of this search were not kept: give its `headscope search` command once more, which measures "
+            "nothing again but keeps them in the run folder, and take the folder in."
+        )
+    layers, done = len(found.settings.layers), [0]
 
     def cancel() -> bool:
         done[0] += 1
         context.step(min(done[0], layers), layers, "Measuring the choice, layer by layer")
         return context.cancelled
 
-    made: Checked = check_prompt(source, prompts[first["key"]], config, found.settings.layers, cancel=cancel)
+    made: Checked = check_prompt(ModelSource(loaded), prompt, config, found.settings.layers, cancel=cancel)
     return made.to_dict()
 
 
-def predicted_for(found: Found, allocation: Allocation, target: Target) -> dict[str, float]:
-    """What the stored figures say of the first calibration prompt alone."""
-    from headscope.engine.search_table import mean_losses, predict
-
-    alone = found.table.only([0])
-    said = predict(allocation.picked, alone, found.cost, target.metric)
-    return {
-        "attention_ms": said.attention_ms,
-        "dense_attention_ms": said.dense_attention_ms,
-        "missed_mass_mean": float(mean_losses(allocation.picked, alone)[0]),
-    }
+def expected(found: Found, allocation: Allocation) -> Expected:
+    """What the stored figures say of the first calibration prompt alone, in ms of the machine of the search."""
+    return Expected.of(allocation.picked, found.table, found.fitted, 0)
 
 
 def to_draft(held: Lab, draft: Draft, found: Found, config: HeadConfig, label: str) -> Draft:
@@ -285,15 +317,15 @@ def to_draft(held: Lab, draft: Draft, found: Found, config: HeadConfig, label: s
 
 
 def sweep(found: Found, limits: tuple[float, ...]) -> list[dict[str, float]]:
-    """Time and loss at each largest missed mass: the curve that the slider runs along."""
+    """Cost and loss at each largest missed mass: the curve that the slider runs along."""
     rows = []
     for limit in limits:
         said = found.allocate(Target(max_missed=limit)).prediction
         rows.append(
             {
                 "limit": limit,
-                "attention_ms": said.attention_ms,
-                "dense_attention_ms": said.dense_attention_ms,
+                f"attention_{found.unit}": said.attention_ms,
+                f"dense_attention_{found.unit}": said.dense_attention_ms,
                 "loss_mean": said.loss_mean,
                 "computed_density": said.computed_pairs / max(1, said.causal_pairs),
             }

@@ -142,6 +142,7 @@ def test_an_impl_that_cannot_serve_is_one_sentence(
     tiny = make_tiny("Llama")
     monkeypatch.setattr(model, "load_model", lambda *_, **__: tiny)
     monkeypatch.setattr("headscope.engine.search_source.load_prompts", lambda *_: [])
+    monkeypatch.setattr("headscope.engine.prompts.read_folder", lambda *_: {"a.txt": "text"})
     extra = ("--max-missed", "0.1") if command[0] == "search" else ()
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*command, *extra, "--impl", impl)

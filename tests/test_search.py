@@ -23,7 +23,15 @@ from headscope.engine.measure import measure_heads
 from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_grid import Grid, default_grid
-from headscope.engine.search_measure import SearchError, SearchPrompt, Settings, result_path
+from headscope.engine.search_measure import (
+    MIXED,
+    SearchError,
+    SearchPrompt,
+    Settings,
+    prompt_path,
+    read_prompt,
+    result_path,
+)
 from headscope.engine.search_table import Target
 from tests.planted import COLUMNS, DISTANCES, PlantedSource, planted_layer, planted_prompts
 
@@ -210,6 +218,32 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:500])
     with pytest.raises(SearchError, match="not valid JSON"):
         run(tmp_path, source, prompts, Target(max_missed=0.02))
+
+
+def test_a_run_folder_keeps_the_ids_of_its_prompts_even_of_an_old_run(planted, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    _, folder, _ = planted
+    for prompt in planted_prompts(2):
+        assert read_prompt(folder, prompt.key) == prompt
+    path = prompt_path(folder, planted_prompts(2)[0].key)
+    path.unlink()
+    assert read_prompt(folder, planted_prompts(2)[0].key) is None
+    idle = PlantedSource(layers=2)
+    run(folder, idle, planted_prompts(2), Target(max_missed=0.01), EDITED)
+    assert idle.streamed == [] and read_prompt(folder, planted_prompts(2)[0].key) == planted_prompts(2)[0]
+    path.write_text(path.read_text().replace('"ids": [', '"ids": [7, '))
+    with pytest.raises(SearchError, match="other tokens"):
+        read_prompt(folder, planted_prompts(2)[0].key)
+    path.unlink()
+
+
+def test_the_timed_mixes_are_layers_as_an_allocation_makes_them(planted) -> None:  # type: ignore[no-untyped-def]
+    _, folder, _ = planted
+    for prompt in planted_prompts(2):
+        for layer in json.loads(result_path(folder, prompt).read_text())["layers"]:
+            picks = [mix["picked"] for mix in layer["mixed"]]
+            families = {frozenset(EDITED.candidates[number].kind for number in picked) for picked in picks}
+            assert len(picks) == MIXED and all(any(picked) for picked in picks) and len(families) > 1
+            assert all(entry["dense_ms"] > 0 for entry in (*layer["rows"], *layer["mixed"]))
 
 
 def test_two_searches_in_one_folder_are_told_apart(tmp_path: Path) -> None:
