@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import torch
 from filelock import FileLock
 
-from headscope.engine.errors import ModelError
+from headscope.engine.errors import ModelError, OptionError
 from headscope.engine.facts import ModelFacts, facts_of
 from headscope.engine.packaged import PACKAGED, Progress, cache_dir, disk_errors, fetch, packaged
 
@@ -59,7 +59,7 @@ def load_model(
     """Loads a packaged model (`smollm2`), a folder, a `.gguf` file, or a hub id; never remote code, never pickle.
 
     `dtype` defaults to float32 on a CPU and bfloat16 on a GPU, `device` to the GPU if there is one. Raises
-    ModelError with one sentence that says what to do.
+    ModelError, or OptionError for a device or dtype that is not there, with one sentence that says what to do.
     """
     name = str(name_or_path)
     if not name.strip():
@@ -85,10 +85,14 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError as error:
-        raise ModelError(f"there is no device called {device!r}: use cpu or cuda") from error
+    except RuntimeError:
+        place = None
+    if place is None or place.type not in ("cpu", "cuda"):
+        raise OptionError(f"there is no device called {str(device)!r}: use cpu or cuda")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("no CUDA device is usable here: use --device cpu, or a torch build with CUDA")
+        raise OptionError("no CUDA device is usable here: use --device cpu, or a torch build with CUDA")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"there is no {place}: this machine has {torch.cuda.device_count()} CUDA devices")
     return place
 
 
@@ -97,7 +101,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in _DTYPES.values():
-        raise ModelError(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}")
+        raise OptionError(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}")
     return found
 
 

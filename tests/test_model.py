@@ -10,12 +10,13 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headscope.engine import packaged
-from headscope.engine.errors import ModelError
+from headscope.engine.errors import ModelError, OptionError
 from headscope.engine.facts import facts_of
 from headscope.engine.model import LoadedModel, load_model
 
@@ -172,12 +173,6 @@ def test_remote_code_is_never_run(folder: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize(("dtype", "device"), [("int8", None), (None, "nothing")])
-def test_bad_dtype_and_device(folder: Path, dtype: str | None, device: str | None) -> None:
-    with pytest.raises(ModelError):
-        load_model(folder, dtype=dtype, device=device)
-
-
 def test_an_unreachable_hub_is_told_quickly() -> None:
     code = "from headscope.engine.model import load_model\nload_model('nobody/nothing-at-all')"
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
@@ -204,3 +199,20 @@ def test_the_float32_copy_equals_the_gguf(smollm2: LoadedModel) -> None:
     with torch.no_grad():
         assert torch.equal(original.model(ids).logits, smollm2.model(ids).logits)
     assert original.fingerprint == smollm2.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"device": "tpu"}, "no device called 'tpu'"),
+        ({"device": "meta"}, "use cpu or cuda"),
+        ({"device": "mps"}, "use cpu or cuda"),
+        ({"device": "cuda:99"}, "CUDA device"),
+        ({"dtype": "int8"}, "float32, bfloat16, float16"),
+        ({"dtype": torch.int8}, "float32, bfloat16, float16"),
+    ],
+)
+def test_a_device_or_dtype_that_is_not_there_is_an_unusable_option(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says) as caught:
+        load_model("smollm2", **option)
+    assert caught.value.exit_code == 2
