@@ -22,8 +22,8 @@ def list_run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, si
          blocked, size, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The run-th list of a head: blocks, each band, windows, columns. Lists that need care go in a later pass.
 
-    Returns the kind, the number of steps in this pass and what `first_key` needs; cells of a step that is no column step
-    belong when lo <= i - j <= hi and 0 <= j < stop. `r0` is the own position that window offsets count from. Where
+    Returns the kind, the number of steps in this pass and what `first_key` needs; cells of a step that is no column
+    step belong when lo <= i - j <= hi and 0 <= j < stop. `r0` is the own position that window offsets count from. Where
     the columns are the first `sink` keys and no list but a band from the diagonal on is beside them, they are a run
     of keys beyond that band.
     """
