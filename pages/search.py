@@ -23,7 +23,9 @@ from headscope.studio.state import View
 
 LIMITS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 SPEEDUPS = tuple(round(0.5 + 0.05 * step, 2) for step in range(0, 91))
-COSTS = {"ms": "time on this machine", "tiles": "computed tiles"}
+COSTS = {"ms": "predicted time", "tiles": "computed tiles"}
+BUSY = 1.3  # dense attention this much slower than in the search means that something else is at work
+
 LENGTHS = {"512": 512, "1,024": 1024, "2,048": 2048, "whole": None}
 
 
@@ -176,9 +178,8 @@ def slider(seen: View, found: Found) -> tuple[Found, Target]:
     """What counts as cost, and the target; the choice follows from the stored fronts."""
     place: dict[str, Any] = seen.extra.setdefault("search-target", {"by": "loss", "limit": 0.02, "speedup": 1.0})
     unit = place.setdefault("cost", "ms")
-    counts = "prefill" if unit == "ms" else "attention tiles"
-    by = {"loss": "no head misses more than", "speed": f"dense over sparse {counts}"}
-    with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
+    by = {"loss": "no head misses more than", "speed": "faster by" if unit == "ms" else "fewer tiles by"}
+    with st.container(horizontal=True, gap="medium"):
         st.segmented_control(
             "Least", list(COSTS), format_func=COSTS.__getitem__, required=True,
             help="Time is predicted for the machine that ran the search. Tiles of 64 x 128 cells are the work itself: "
@@ -189,19 +190,19 @@ def slider(seen: View, found: Found) -> tuple[Found, Target]:
             "Target", list(by), format_func=by.__getitem__, required=True,
             **state.bind("search-by", place["by"], lambda new: place.update(by=new)),
         )  # fmt: skip
-        if place["by"] == "loss":
-            st.select_slider(
-                "Largest missed mass of any head", LIMITS, format_func=words.percent, width=520,
-                **state.bind("search-limit", place["limit"], lambda new: place.update(limit=new)),
-            )  # fmt: skip
-            target = Target(max_missed=place["limit"])
-        else:
-            st.select_slider(
-                "Dense over sparse prefill time" if unit == "ms" else "Dense over sparse computed tiles", SPEEDUPS,
-                format_func=lambda value: f"{value:.2f}×", width=520,
-                **state.bind("search-speedup", place["speedup"], lambda new: place.update(speedup=new)),
-            )  # fmt: skip
-            target = Target(speedup=place["speedup"])
+    if place["by"] == "loss":
+        st.select_slider(
+            "Largest missed mass of any head", LIMITS, format_func=words.percent, width=520,
+            **state.bind("search-limit", place["limit"], lambda new: place.update(limit=new)),
+        )  # fmt: skip
+        target = Target(max_missed=place["limit"])
+    else:
+        st.select_slider(
+            "Dense over sparse prefill time" if unit == "ms" else "Dense over sparse computed tiles", SPEEDUPS,
+            format_func=lambda value: f"{value:.2f}×", width=520,
+            **state.bind("search-speedup", place["speedup"], lambda new: place.update(speedup=new)),
+        )  # fmt: skip
+        target = Target(speedup=place["speedup"])
     return counted(seen, found, place["cost"]), target
 
 
@@ -355,6 +356,11 @@ def both(name: str, said: Expected, got: dict[str, Any]) -> None:
         f"{words.milliseconds(dense)} in this measurement and {words.milliseconds(said.dense_attention_ms)} when the "
         "search ran; the prediction is what the choice takes beside dense, at the present speed."
     )
+    if dense > BUSY * said.dense_attention_ms:
+        st.caption(
+            "The machine is much slower now than it was: other programs disturb many small steps more than a large "
+            "one, so measure again when it is quiet."
+        )
 
 
 def why(found: Found, allocation: Allocation, target: Target) -> None:
