@@ -173,6 +173,8 @@ def run_captures(
             stream(loaded, ids[:, :length], visit, layers=chosen, logits=False)
         except torch.OutOfMemoryError as problem:
             rows.append(_out_of_memory(length, 1, impl, problem))
+            if loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
     kind = str(loaded.dtype).removeprefix("torch.")
     return Report(machine(loaded.device), loaded.name, kind, tuple(rows), prompt=prompt)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -58,10 +58,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A name and the patterns `[layer][query head]` of the timed layers; no patterns is dense SDPA."""
+    """A name and the patterns `[layer][query head]` of the timed layers, with the sampling their index is built by."""
 
     name: str
     patterns: tuple[tuple[Pattern, ...], ...] = ()
+    estimator: Estimator = field(default_factory=Estimator)
 
 
 @dataclass(frozen=True)
@@ -147,15 +148,18 @@ def run_prefill(
                 f"{setting.name} has {len(setting.patterns)} layers of {sorted(sizes)} heads; {name} has "
                 f"{model.layers} of {model.heads.query_heads}"
             )
+    names = ["dense", *(setting.name for setting in chosen)]
+    if len(set(names)) < len(names):
+        raise OptionError(f"settings need names of their own, and dense is taken: got {', '.join(names[1:])}")
     rows: list[PrefillRow] = []
     decoder: Decoder | None = None
     for length in lengths:
         count = min(model.layers, timed_layers or (model.layers if length <= _LONG else _FEW))
-        if decoder is None or len(decoder.weights) != count:
-            decoder = None  # lets go of the other weights first
-            decoder = Decoder(model, count, dtype, device)
         progress(f"{name}, {length} tokens, {count} of {model.layers} layers")
         try:
+            if decoder is None or len(decoder.weights) != count:
+                decoder = None  # lets go of the other weights first
+                decoder = Decoder(model, count, dtype, device)
             rows += _one_length(decoder, length, chosen, impl, repeats, host or HostProfile())
         except torch.OutOfMemoryError as problem:
             rows.append(_out_of_memory(length, model, count, problem))
@@ -343,6 +347,7 @@ class _Attention:
     backend: backends.Backend | None
     plans: tuple[tuple[Any, ...], ...] = ()
     layouts: tuple[Layout, ...] = ()
+    estimator: Estimator = field(default_factory=Estimator)
     density: float = 1.0
     error: float | None = None
     note: str = ""
@@ -361,18 +366,18 @@ class _Attention:
         pairs = 0
         for number, patterns in enumerate(setting.patterns[: len(decoder.weights)]):
             plans.append(tuple(pattern.plan(length) for pattern in patterns))
-            built = backend.build(q, k, list(plans[-1]), (0,), scale, Estimator(), TILE)[1]
+            built = backend.build(q, k, list(plans[-1]), (0,), scale, setting.estimator, TILE)[1]
             layouts.append(planted_layout(built, patterns, seed=number))
             pairs += int(counts.pairs(layouts[-1]).sum())
         error = gate(setting.name, backend.attend(q, k, v, layouts[0], scale), q, k, v, scale, layouts[0])
         causal = len(layouts) * shape.query_heads * length * (length + 1) // 2
-        return cls(backend, tuple(plans), tuple(layouts), pairs / causal, error)
+        return cls(backend, tuple(plans), tuple(layouts), setting.estimator, pairs / causal, error)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clock: Clock) -> torch.Tensor:
         if self.backend is None:
             return dense_attention(layer, q, k, v, clock)
         scale = q.shape[-1] ** -0.5
-        self.backend.build(q, k, list(self.plans[layer]), (0,), scale, Estimator(), TILE)
+        self.backend.build(q, k, list(self.plans[layer]), (0,), scale, self.estimator, TILE)
         clock.lap("index")
         out = self.backend.attend(q, k, v, self.layouts[layer], scale)[0].to(q.dtype)
         clock.lap("attention")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -63,7 +64,8 @@ def baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
 def interleaved(
     work: dict[str, Callable[[], Any]], repeats: int, device: torch.device, warm: dict[str, Callable[[], Any]]
 ) -> dict[str, Timing]:
-    """Times of each entry of `work`, taken in turns after one call of each of `warm`; at most `repeats` rounds.
+    """Times of each entry of `work`, after one call of each of `warm`; at most `repeats` rounds, each in a new random
+    order, since a power-limited card is slower after heavy work.
 
     On CUDA a call is queued behind a short wait, so that what is timed is the device and not Python: in a prefill the
     queue is never empty.
@@ -71,12 +73,14 @@ def interleaved(
     for call in warm.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in work}
+    order = list(work)
     began = time.perf_counter()
     for done in range(repeats):
         if done and time.perf_counter() - began > _ENOUGH_S:
             break
-        for name, call in work.items():
-            times[name].append(_time(call, device))
+        random.shuffle(order)
+        for name in order:
+            times[name].append(_time(work[name], device))
     return {name: summary(values) for name, values in times.items()}
 
 

@@ -175,13 +175,15 @@ def _setting(path: Path) -> bench_prefill.Setting:
     made = (
         HeadConfig.from_dict(value, str(path)) if ours else interop.import_foreign(value, "minference", name=path.name)
     )
-    return bench_prefill.Setting(path.stem[:40], tuple(made.patterns(layer) for layer in range(len(made.heads))))
+    patterns = tuple(made.patterns(layer) for layer in range(len(made.heads)))
+    return bench_prefill.Setting(path.stem[:40], patterns, made.estimator)
 
 
 def _tell_crossovers(report: benching.Report) -> None:
     for name, below in report.crossovers.items():
         for size, tokens in below.items():
-            longest = max(row.length for row in report.rows if row.batch == size)
+            timed = (r.length for r in report.rows if r.batch == size and r.name == name and r.with_index is not None)
+            longest = max(timed)
             never = f"{name} did not win up to {longest} tokens"
             text = never if tokens > longest else f"{name} wins from {tokens} tokens, index included"
             cli_output.note(f"batch {size}: {text}")

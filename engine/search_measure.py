@@ -156,9 +156,10 @@ def read_prompt(folder: Path, key: str) -> SearchPrompt | None:
     try:
         about = value["prompt"]
         prompt = SearchPrompt(about["name"], about["kind"], tuple(int(x) for x in value["ids"]), about["sha256"])
-    except (KeyError, TypeError, ValueError) as problem:
+        found = prompt.key
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as problem:
         raise SearchError(f"{path} is no prompt of a search; delete it and run the search again.") from problem
-    if prompt.key != key:
+    if found != key:
         raise SearchError(f"{path} holds other tokens than its name says; delete it and run the search again.")
     return prompt
 

@@ -82,7 +82,8 @@ class Layout:
     block_slot: tuple[int, ...]
     block_size: tuple[int, ...]
     plans: tuple[HeadPlan, ...] = ()
-    """What the heads asked for, where known: kernels may take from it what they cannot ask the device."""
+    """What the heads asked for, where known and expanded by `tiles/1`: kernels take from it what the device would have
+    to be asked for. A requested layout has none, since its columns and distances share cells."""
 
     @property
     def rows(self) -> int:

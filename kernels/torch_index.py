@@ -76,7 +76,6 @@ def build(
         block_count=block_count,
         block_slot=slots,
         block_size=tuple(plan.block_size for plan in plans),
-        plans=tuple(plans),
     )
     if tile == 1:
         return requested, requested
@@ -85,7 +84,7 @@ def build(
     windows, window_count = positions(_grid_or_runs(grid, distances, lengths, tile))
     exact, exact_count = _bands(plans, distances & ~online[:, None])
     return requested, replace(
-        requested, windows=windows, window_count=window_count, bands=exact, band_count=exact_count
+        requested, windows=windows, window_count=window_count, bands=exact, band_count=exact_count, plans=tuple(plans)
     )
 
 

@@ -73,7 +73,6 @@ def build(
         "tile": tile, "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "starts": starts,
         "columns": table.columns, "column_count": device_ints(columns, q.device), "blocks": blocks,
         "block_count": block_count, "block_slot": slots, "block_size": tuple(plan.block_size for plan in plans),
-        "plans": tuple(plans),
     }  # fmt: skip
     requested = Layout(
         windows=table.grid, window_count=table.grid_count, bands=table.bands, band_count=table.band_count, **shared
@@ -82,8 +81,9 @@ def build(
         return requested, requested
     exact, exact_count = _fixed_bands(plans, max((len(plan.bands) for plan in plans), default=0), q.device)
     return requested, Layout(
-        windows=table.windows, window_count=table.window_count, bands=exact, band_count=exact_count, **shared
-    )
+        windows=table.windows, window_count=table.window_count, bands=exact, band_count=exact_count,
+        plans=tuple(plans), **shared,
+    )  # fmt: skip
 
 
 def _empty_tables(

@@ -11,7 +11,6 @@ a page, opened first, would run that page's file alone. Saying beforehand that t
 from __future__ import annotations
 
 import gzip
-import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,7 +21,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from streamlit import file_util
+from streamlit import config, file_util
 from streamlit.runtime.pages_manager import PagesManager
 
 import headscope.engine
@@ -36,14 +35,14 @@ ADDRESS = "127.0.0.1"
 
 SETTINGS = {
     "server.address": ADDRESS,
-    "server.headless": "true",
+    "server.headless": True,
     "server.fileWatcherType": "none",
-    "server.maxUploadSize": "8",
-    "browser.gatherUsageStats": "false",
+    "server.maxUploadSize": 8,
+    "browser.gatherUsageStats": False,
     "client.showErrorDetails": "none",
     "client.toolbarMode": "viewer",
 }
-"""Streamlit reads the app's own settings file only when started in its folder, so what matters is given here too."""
+"""What must hold whatever a person's own settings of Streamlit say."""
 
 MESSAGE_BYTES = 16 * 2**20
 """The largest message that a browser may send: an upload's is its name, never its content."""
@@ -51,12 +50,12 @@ MESSAGE_BYTES = 16 * 2**20
 
 def main(port: int) -> None:
     """Serves until interrupted."""
-    for name, value in (SETTINGS | {"server.port": str(port)}).items():
-        os.environ[_variable(name)] = value
     PagesManager.uses_pages_directory = False
     chart.served = True
     warm()
     app = st.App(APP, routes=[Route(f"/{chart.SCRIPT}", _script()), Route("/learn", _learn())])
+    # As `streamlit run` treats its flags: above the settings files, which the app has just had read.
+    config.get_config_options(force_reparse=True, options_from_flags=SETTINGS | {"server.port": port})
     uvicorn.run(
         app, host=ADDRESS, port=port, access_log=False, ws="websockets-sansio", ws_per_message_deflate=False,
         ws_max_size=MESSAGE_BYTES, timeout_graceful_shutdown=3,
@@ -71,11 +70,6 @@ def warm() -> None:
     dense.draw_map(dense.lesson(8, 7, 1.0), LIGHT).to_json()
 
 
-def _variable(name: str) -> str:
-    """Streamlit's environment variable for a setting: `server.maxUploadSize` is STREAMLIT_SERVER_MAX_UPLOAD_SIZE."""
-    return "STREAMLIT_" + "".join(f"_{one}" if one.isupper() else one for one in name).replace(".", "_").upper()
-
-
 def _script() -> Callable[[Request], Response]:
     """The script that draws the lessons' figures, packed once."""
     body = gzip.compress(chart.FILE.read_bytes(), 6)
@@ -88,10 +82,17 @@ def _script() -> Callable[[Request], Response]:
 
 
 def _learn() -> Callable[[Request], Response]:
-    """Streamlit's own frame, which also names the script, so that the browser fetches it while the page is made."""
+    """Streamlit's own frame, which also names the script, so that the browser fetches it while the page is made and
+    runs it while it waits for the first answer: the app's root stands and nothing is in it yet."""
     frame = Path(file_util.get_static_dir(), "index.html").read_text(encoding="utf-8")
-    link = f'<link rel="preload" as="script" href="./{chart.SCRIPT}">'
-    body = frame.replace("</head>", f"{link}</head>", 1)
+    early = f"""<link rel="preload" as="script" href="./{chart.SCRIPT}"><script>{chart.LIBRARY}
+      const waiting = setInterval(() => {{
+        if (!document.querySelector('[data-testid="stApp"]')) return;
+        clearInterval(waiting);
+        library("{chart.SCRIPT}").catch(() => null);
+      }}, 20);
+    </script>"""
+    body = frame.replace("</head>", f"{early}</head>", 1)
 
     def answer(_: Request) -> Response:
         return HTMLResponse(body, headers={"Cache-Control": "no-cache"})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headscope.kernels import membership
+from headscope.engine.estimator import Estimator
+from headscope.engine.patterns import VerticalSlash
+from headscope.kernels import torch_index
 from headscope.kernels.layout import Layout
 from tests import triton_cases
 
@@ -58,8 +60,11 @@ def test_lean_is_common_and_care_is_possible() -> None:
     assert 5 < sum(seen) < 55
 
 
-def test_plans_speak_for_the_mask() -> None:
-    """A layout that forgot its plans has the same cells: plans only say what need not be asked."""
-    case = triton_cases.built_case(5, "cpu", torch.float32, 16, (333,))
-    bare = Layout(**{**vars(case.layout), "plans": ()})
-    assert torch.equal(membership.mask(bare), membership.mask(case.layout))
+def test_requested_layouts_make_no_promise() -> None:
+    """Their columns and distances share cells, so they take the kernel that decides every cell."""
+    from headscope.kernels import gluon_attention
+
+    q, k = torch.randn(1, 1, 500, 16), torch.randn(1, 1, 500, 16)
+    plan = VerticalSlash(60, 90, sink=4, local=8).plan(500)
+    requested, computed = torch_index.build(q, k, [plan], (0,), 0.25, Estimator(), 128)
+    assert gluon_attention.may_overlap(requested) and not gluon_attention.may_overlap(computed)

@@ -25,7 +25,7 @@ served = False
 
 FILE = Path(__file__).resolve().parents[1] / "assets" / SCRIPT
 
-_DRAW = """
+LIBRARY = """
 function library(name) {
   window.headscopePlotly ??= new Promise((done, fail) => {
     const script = document.createElement("script");
@@ -36,7 +36,12 @@ function library(name) {
   });
   return window.headscopePlotly;
 }
+"""
+"""Loads the script once, for whoever asks first."""
 
+_DRAW = (
+    LIBRARY
+    + """
 // One figure after the other, each shown before the next is begun.
 function inTurn(draw) {
   const turn = window.headscopeTurn ?? Promise.resolve();
@@ -69,6 +74,7 @@ export default function ({ data, parentElement, setTriggerValue }) {
   return () => { gone = true; watch?.disconnect(); };
 }
 """
+)
 
 _mount = st.components.v2.component(
     "headscope_figure", html='<div class="headscope-figure"></div>', js=_DRAW, isolate_styles=False
