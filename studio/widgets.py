@@ -27,6 +27,9 @@ from headscope.studio.theme import GLYPHS
 
 ICON = str(Path(__file__).parent / "assets" / "icon.png")
 
+QUICK_S = 5.0
+"""Seconds for which a job is taken for a quick one, whose progress is shown at once."""
+
 STYLE = """<style>
 [data-testid="stMainBlockContainer"] { padding-top: 3.6rem; padding-bottom: 3rem; max-width: 1560px; }
 [data-testid="stMetric"] [data-testid="stMetricLabel"] p { font-size: 0.82rem; }
@@ -110,14 +113,19 @@ def download(key: str, data: Callable[[], pl.DataFrame]) -> None:
 
 
 def progress(held: Lab, seen: View) -> Job | None:
-    """Shows this session's open job with its Cancel button, polling; returns it, or None if none is open."""
+    """Shows this session's open job with its Cancel button, polling; returns it, or None if none is open.
+
+    A job of many seconds is asked less often: on a small machine every answer, and the drawing of it, is taken from the
+    work, and some jobs are measuring its time.
+    """
     job = held.worker.latest(seen.session)
     if job is None or not job.open:
         return None
+    seldom = job.seconds >= QUICK_S
 
-    @st.fragment(run_every=0.4)
+    @st.fragment(run_every=2.0 if seldom else 0.4)
     def poll() -> None:
-        if not job.open:
+        if not job.open or (not seldom and job.seconds >= QUICK_S):
             st.rerun()
         ahead = held.worker.position(job)
         text = job.words or job.title

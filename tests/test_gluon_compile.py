@@ -20,10 +20,13 @@ SHARED_LIMIT = 232_448
 
 pytest.importorskip("triton.experimental.gluon")
 
-# Bytes that a kernel may spill. The sparse kernels spill what only their second pass reads; NOTES.md says where.
-SPILLS = {"sparse 64": 512, "sparse 128": 1600, "sparse 128 plain": 128, "sparse 256": 2600}
-# The ptxas of Triton 3.9 keeps a little less of the maps in their 96 registers.
-SPILLS_39 = {"mass 64": 700, "mass 128": 700}
+# Bytes that a kernel may spill. The sparse kernels spill most of it around their second pass; NOTES.md says where.
+SPILLS = {"sparse 64": 200, "sparse 128": 1000, "sparse 128 plain": 128, "sparse 256": 2200, "sparse 256 plain": 900}
+# Under Triton 3.9 the maps keep a little less in their 96 registers, and a sparse step is two products of 64 keys.
+SPILLS_39 = {
+    "mass 64": 700, "mass 128": 700, "sparse 64": 1200, "sparse 128": 3300, "sparse 128 plain": 600,
+    "sparse 256": 1800, "sparse 256 plain": 650,
+}  # fmt: skip
 
 
 def costs_under(folder: Path | None, cache: Path) -> tuple[str, list[dict]]:
