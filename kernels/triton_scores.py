@@ -281,6 +281,12 @@ def _means_kernel(
     tl.store(out_ptr + (line.to(tl.int64) * blocks + block) * D + dim, mean, mask=dim < D)
 
 
+def warps_for(capability: int) -> int:
+    """Warps of the passes over K: where products do not take their operands from shared memory, as from Hopper on,
+    eight have too few registers each."""
+    return 8 if capability >= 90 else 4
+
+
 @dataclass(frozen=True)
 class Sampled:
     """The rows of each head that are looked at, and how: the arguments that every kernel of the estimate shares.
@@ -308,6 +314,13 @@ class Sampled:
     @property
     def chunks(self) -> int:
         return -(-self.rows.shape[1] // 64)
+
+    @property
+    def capability(self) -> int:
+        """Such as 90; 0 without a GPU."""
+        device = self.q.device
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return 10 * major + minor
 
     def _pointers(self) -> tuple[Any, ...]:
         return self.q, self.keys, self.rows, self.heads, self.starts, self.top, self.total
@@ -341,7 +354,7 @@ def norms(
     )  # fmt: skip
     _norm_kernel[(lines, splits, chunks)](
         *sampled._pointers(), *sampled._sizes(), tiles, -(-tiles // splits), chunks, sampled.unit,
-        **sampled._constants(), num_warps=8,
+        **sampled._constants(), num_warps=warps_for(sampled.capability),
     )  # fmt: skip
     return sampled
 
@@ -354,7 +367,8 @@ def tail(sampled: Sampled, by_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
     per_program = sampled._per_program()
     _tail_kernel[(column.shape[0], -(-sampled.tiles // per_program))](
         *sampled._pointers(), column, distance, *sampled._sizes(), span, sampled.tiles, per_program, sampled.unit,
-        **sampled._constants(), BY_MAX=by_max, SPLITS=sampled.top.shape[2], num_warps=8,
+        **sampled._constants(), BY_MAX=by_max, SPLITS=sampled.top.shape[2],
+        num_warps=warps_for(sampled.capability),
     )  # fmt: skip
     return column, distance
 

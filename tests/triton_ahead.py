@@ -107,7 +107,11 @@ def others(capability: int) -> list[dict[str, Any]]:
          {"WIDTH": 128, "TILE": 128, "LAYOUT": False, "BLOCKS": False, "COUNT": False, "PRECISION": "tf32"}),
         ("diagonals", triton_mass._diagonals_kernel, types, {"WIDTH": 128, "PRECISION": "tf32"}),
     ]  # fmt: skip
-    return [measure(name, kernel, kinds, constants, capability) for name, kernel, kinds, constants in jobs]
+    warps = {"norms": triton_scores.warps_for(capability), "tail": triton_scores.warps_for(capability), "runs": 8}
+    return [
+        measure(name, kernel, kinds, constants, capability, warps.get(name, 4))
+        for name, kernel, kinds, constants in jobs
+    ]
 
 
 def main(capabilities: list[int]) -> None:
