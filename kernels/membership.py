@@ -23,7 +23,7 @@ class Tables:
     band: torch.Tensor
     column: torch.Tensor
 
-    def windows_at(self, offset: torch.Tensor, heads: slice | torch.Tensor) -> torch.Tensor:
+    def windows_at(self, offset: torch.Tensor, heads: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """`offset` = r0 - j in `-(R-1) .. T-1`, of shape [...]; returns [heads, ...]."""
         return self.window[heads][:, (offset + self.layout.rows - 1).clamp_(0, self.window.shape[1] - 1)]
 
