@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
+from headscope.engine.bench_cases import SHAPES
 from headscope.engine.inspection import hardware, versions
 from headscope.engine.search_cost import CostModel, fit
 from headscope.engine.search_grid import SAMPLING, default_grid
@@ -25,9 +27,6 @@ from headscope.engine.search_measure import (
     time_beside_dense,
 )
 from headscope.engine.search_table import Table, Target, allocate
-
-SHAPES = {"llama3-8b": (32, 8, 128), "smollm2": (9, 3, 64)}
-"""Query heads, KV heads, head size."""
 
 
 def made_layer(
@@ -62,7 +61,7 @@ def made_layer(
 
 def rate(shape: str, tokens: int, layers: int, impl: str = "auto") -> dict[str, Any]:
     """Heads a second over `layers` layers (the first pays for compiling and is left out), and what the time went to."""
-    heads, kv_heads, dim = SHAPES[shape]
+    heads, kv_heads, dim = astuple(SHAPES[shape])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     grid = default_grid()
@@ -133,7 +132,7 @@ def winner(
     found = allocate(table, cost, target)
     measured, dense = 0.0, 0.0
     for at, layer in enumerate(table.layers):
-        q, k, v = made_layer(*SHAPES[shape], result.tokens, layer, device, dtype)
+        q, k, v = made_layer(*astuple(SHAPES[shape]), result.tokens, layer, device, dtype)
         patterns = [found.pattern(settings.grid, at, head) for head in range(table.heads)]
         timed = time_beside_dense(q, k, v, 1.0, patterns, settings.estimator, settings.impl, 5)
         measured += timed.index_ms + timed.kernel_ms if found.picked[at].any() else timed.dense_ms

@@ -17,7 +17,7 @@ from headscope.kernels.gluon_dense import dense_kernel
 from headscope.kernels.gluon_sparse import sparse_kernel
 from headscope.kernels.layout import TILE, HeadPlan, Layout
 from headscope.kernels.triton_common import LOG2E, count_below, device_ints, steps_for
-from headscope.kernels.triton_plan import Plan, column_bits, compact, keep_bits, make_cover
+from headscope.kernels.triton_plan import Plan, column_bits, compact, keep_bits, make_cover, overlaps
 
 HEAD_SIZES = (64, 128, 256)
 
@@ -226,10 +226,7 @@ def may_overlap(layout: Layout) -> bool:
 
     Plans tell exactly; without them, shapes tell what can be excluded.
     """
-    if layout.plans:
-        return not all(map(_apart, layout.plans))
-    kinds = (layout.windows.shape[1] > 0, layout.bands.shape[1] > 0, layout.blocks.numel() > 0)
-    return layout.columns.shape[1] > 0 or sum(kinds) > 1
+    return not all(map(_apart, layout.plans)) if layout.plans else overlaps(layout)
 
 
 def _apart(plan: HeadPlan) -> bool:
