@@ -16,9 +16,11 @@ from headscope.engine import bench, bench_flex, bench_prefill, build_index
 from headscope.engine.bench_cases import CASES, SHAPES, Case, Shape, clustered_layout, planted_layout
 from headscope.engine.bench_prefill import ModelShape, Setting, run_prefill, uniform
 from headscope.engine.bench_timing import gate
+from headscope.engine.capture import stream
 from headscope.engine.cli_bench import bench as command
 from headscope.engine.errors import HeadscopeError, OptionError
 from headscope.engine.host import HostProfile
+from headscope.engine.measure import measure_heads
 from headscope.engine.model import LoadedModel
 from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Pattern, VerticalSlash
 from headscope.kernels import counts, membership
@@ -146,8 +148,16 @@ def test_captures_are_timed_with_the_online_index(tiny_llama: LoadedModel) -> No
     sparse = [row for row in found.rows if row.name == "vs 2/4"]
     assert all(row.index == bench.ONLINE and row.index_ms and row.rounds == 2 for row in sparse)
     assert all(row.missed_mean is not None and row.missed_worst is not None for row in sparse)
-    long = [row for row in sparse if row.length == 512]
-    assert all(0.05 < (row.missed_mean or 0) < (row.missed_worst or 0) < 1 for row in long)
+    long = {row.layer: row for row in sparse if row.length == 512}
+
+    def check(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        heads = measure_heads(q, k, v, [cases[0].pattern] * q.shape[1], scale=scale).heads
+        missed = [head.missed_mass_mean for head in heads]
+        assert long[layer].missed_mean == pytest.approx(sum(missed) / len(missed), abs=1e-5)
+        assert long[layer].missed_worst == pytest.approx(max(missed), abs=1e-5)
+        assert max(missed) > 0.05
+
+    stream(tiny_llama, ids, check, layers=(0, 2), logits=False)
     assert {row.index for row in found.rows if row.name == "a-shape 2/30"} == {bench.EXACT}
     with pytest.raises(OptionError, match="512"):
         bench.run_captures(tiny_llama, ids, lengths=[600])
