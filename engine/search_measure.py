@@ -285,24 +285,13 @@ def time_beside_dense(
     dense = [dense_pass(q, k, v, scale, impl=impl).ms]
     sparse = []
     for _ in range(turns):
-        sparse.append(time_layer(q, k, v, scale, patterns, estimator, impl))
+        index, index_ms = timed(
+            lambda: build_index(q, k, patterns, scale=scale, estimator=estimator, impl=impl), q.device
+        )
+        _, kernel_ms = timed(lambda index=index: sparse_attention(q, k, v, index, impl), q.device)  # type: ignore[misc]
+        sparse.append((index_ms, kernel_ms))
         dense.append(dense_pass(q, k, v, scale, impl=impl).ms)
     return Timing(*min(sparse, key=sum), min(dense))
-
-
-def time_layer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    patterns: Sequence[Pattern],
-    estimator: Estimator,
-    impl: str = "auto",
-) -> tuple[float, float]:
-    """Index and kernel time in ms of one layer under `patterns`, one per head."""
-    index, index_ms = timed(lambda: build_index(q, k, patterns, scale=scale, estimator=estimator, impl=impl), q.device)
-    _, kernel_ms = timed(lambda: sparse_attention(q, k, v, index, impl), q.device)
-    return index_ms, kernel_ms
 
 
 def _mixes(grid: Grid, rows: Sequence[dict[str, Any]], heads: int, seed: str) -> list[list[int]]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import astuple
 from typing import Any
 
 import torch
 
-from headscope.engine.bench_cases import SHAPES
+from headscope.engine.bench_cases import SHAPES, Shape
 from headscope.engine.inspection import hardware, versions
 from headscope.engine.search_cost import CostModel, fit
 from headscope.engine.search_grid import SAMPLING, default_grid
@@ -30,9 +29,10 @@ from headscope.engine.search_table import Table, Target, allocate
 
 
 def made_layer(
-    heads: int, kv_heads: int, dim: int, tokens: int, seed: int, device: torch.device, dtype: torch.dtype
+    shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [1, heads, tokens, dim], k and v [1, kv_heads, tokens, dim] with attention that is uneven in known ways."""
+    heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
     generator = torch.Generator(device="cpu").manual_seed(seed)
     place = torch.arange(tokens, device=device).float()
     half = dim // 2 - 2
@@ -61,7 +61,7 @@ def made_layer(
 
 def rate(shape: str, tokens: int, layers: int, impl: str = "auto") -> dict[str, Any]:
     """Heads a second over `layers` layers (the first pays for compiling and is left out), and what the time went to."""
-    heads, kv_heads, dim = astuple(SHAPES[shape])
+    heads = SHAPES[shape].query_heads
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     grid = default_grid()
@@ -71,7 +71,7 @@ def rate(shape: str, tokens: int, layers: int, impl: str = "auto") -> dict[str, 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for layer in settings.layers:
-        q, k, v = made_layer(heads, kv_heads, dim, tokens, layer, device, dtype)
+        q, k, v = made_layer(SHAPES[shape], tokens, layer, device, dtype)
         began = time.perf_counter()
         found.append(measure_layer(q, k, v, 1.0, layer, prompt, settings))
         seconds.append(time.perf_counter() - began)
@@ -132,7 +132,7 @@ def winner(
     found = allocate(table, cost, target)
     measured, dense = 0.0, 0.0
     for at, layer in enumerate(table.layers):
-        q, k, v = made_layer(*astuple(SHAPES[shape]), result.tokens, layer, device, dtype)
+        q, k, v = made_layer(SHAPES[shape], result.tokens, layer, device, dtype)
         patterns = [found.pattern(settings.grid, at, head) for head in range(table.heads)]
         timed = time_beside_dense(q, k, v, 1.0, patterns, settings.estimator, settings.impl, 5)
         measured += timed.index_ms + timed.kernel_ms if found.picked[at].any() else timed.dense_ms

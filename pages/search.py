@@ -216,10 +216,9 @@ def counted(seen: View, found: Found, unit: str) -> Found:
     return kept
 
 
-def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
-    """What the choice is predicted to take and to lose, and what can be done with it."""
+def metrics(found: Found, allocation: Allocation) -> None:
+    """The choice in four figures."""
     said = allocation.prediction
-    figures = search_view.figures(found, allocation, target)
     timed = found.in_ms(allocation)
     first, second, third, fourth = st.columns(4)
     if found.unit == "tiles":
@@ -236,6 +235,13 @@ def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target:
     third.metric("missed mass, mean", words.percent(said.loss_mean), delta_arrow="off", delta_color="off",
                  delta=f"worst head {words.percent(said.loss_worst)}")  # fmt: skip
     fourth.metric("computes, of causal pairs", words.percent(said.computed_pairs / max(1, said.causal_pairs)))
+
+
+def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
+    """What the choice is predicted to take and to lose, and what can be done with it."""
+    said = allocation.prediction
+    figures = search_view.figures(found, allocation, target)
+    metrics(found, allocation)
     families = " · ".join(f"{count} {kind}" for kind, count in figures["families"].items())
     uniform = figures["uniform_at_equal_pairs"]["missed_mass_worst_prompt"]
     fit = found.fitted.fit
