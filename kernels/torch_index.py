@@ -336,6 +336,7 @@ def _best_before(scores: torch.Tensor, rows: torch.Tensor, budget: torch.Tensor)
     """bool [h, rows, blocks]: the diagonal block and the best of those before it, `budget` [h] in all."""
     place = torch.arange(scores.shape[-1], device=scores.device)
     before = place[None, :] < rows[:, None]
+    scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     order = scores.masked_fill(~before, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, place.expand_as(order))
     return (before & (rank < (budget - 1)[:, None, None])) | (place[None, :] == rows[:, None])

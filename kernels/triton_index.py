@@ -6,13 +6,14 @@ the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headscope.kernels import triton_runs, triton_scores, triton_select
+from headscope.kernels import triton_rows, triton_runs, triton_scores, triton_select
 from headscope.kernels.layout import PAD, HeadPlan, Layout, max_windows, nearest_window
 from headscope.kernels.torch_index import Sampling, sampled_rows
 from headscope.kernels.triton_common import check_inputs, device_ints, packed
@@ -268,24 +269,17 @@ def _top_blocks(
     kv = tuple(sequence * kv_heads + n % heads // (heads // kv_heads) for n in members)
     kv_real = sorted(set(kv))
     of_key = device_ints(tuple(x for n in kv_real for x in (n, sequence)), device).view(-1, 2)
+    width = -(-side // 16) * 16
     means_q = triton_scores.block_means(q, of_query, begin, kv_len, side, size)
-    means_k = triton_scores.block_means(k, of_key, begin, kv_len, side, size)
-    means_k = means_k[device_ints(tuple(kv_real.index(n) for n in kv), device).long()]
+    means_k = triton_scores.block_means(k, of_key, begin, kv_len, width, size)
+    means_k = means_k[device_ints(tuple(kv_real.index(n) for n in kv), device).long()].transpose(-1, -2)
     lines = device_ints(tuple(slots[n] for n in members), device)
-    place = torch.arange(side, dtype=torch.int32, device=device)
-    step = max(1, min(side, _BLOCK_SCORES // (len(members) * side), 65535 // len(members)))
-    first = max(0, length - q_len) // size
-    none = device_ints((0,) * (step * len(members)), device)
-    for row in range(first, side, step):
-        at = place[row : row + step]
-        scores = (means_q[:, row : row + step] @ means_k.transpose(-1, -2)) * scale
-        scores = scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf, posinf=torch.finfo(torch.float32).max)
-        scores.masked_fill_(place[None, None, :] > at[None, :, None], -torch.inf)
-        scores.masked_fill_(place[None, None, :] == at[None, :, None], torch.inf)
-        cut = scores.topk(min(budget, side), -1, sorted=False).values.amin(-1)
-        limit = (at + 1).expand(len(members), -1).contiguous().view(-1)
-        target = (lines[:, None] * blocks.shape[1] + at[None, :]).view(-1)
-        triton_select.write(
-            scores.view(-1, side), triton_select.SCORES, limit, target, cut=cut.view(-1), forced=none,
-            budget=limit.clamp(max=budget), out=blocks.view(-1, blocks.shape[2]), count=count.view(-1),
-        )  # fmt: skip
+    # A few steps at least, since the scores of a step end at its last row.
+    step = max(1, min(side, max(512, side // 8), _BLOCK_SCORES // (len(members) * width)))
+    room = torch.empty(len(members) * step * width, device=device)
+    for row in range(max(0, length - q_len) // size, side, step):
+        stop = min(side, row + step)
+        shape = (len(members), stop - row, -(-stop // 16) * 16)
+        scores = room[: math.prod(shape)].view(shape)
+        torch.bmm(means_q[:, row:stop], means_k[..., : shape[2]], out=scores)
+        triton_rows.choose(scores, row, budget, scale, lines, blocks, count)

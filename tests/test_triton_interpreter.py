@@ -283,6 +283,92 @@ def test_index_ties_and_budgets(seed: int) -> None:
         assert out[line, : budget[line]].tolist() == expected.nonzero()[:, 0].tolist()
 
 
+@inside
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize(("side", "held"), [*((n, 16384) for n in (1, 2, 3, 63, 64, 65, 130, 1100)), (2100, 1024)])
+def test_index_chooses_rows(side: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with many ties, infinities and no numbers; budgets from 1 to more than there is; rows beyond registers."""
+    from headscope.kernels import triton_rows
+
+    monkeypatch.setattr(triton_rows, "_HELD", held)
+    generator = torch.Generator().manual_seed(side)
+    score = torch.randint(-3, 4, (4, side, side), generator=generator).float()
+    score[0] = torch.randn(side, side, generator=generator) * 10.0 ** torch.randint(-40, 39, (side, 1))
+    score[1][torch.rand(side, side, generator=generator) < 0.3] = -0.0
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -1e-45, 0.0])
+    score[2] = special[torch.randint(0, 6, (side, side), generator=generator)]
+    some = sorted({0, 1, 7, 40, side - 1} & set(range(side))) if side <= 130 else [100, 1025, side - 1]
+    padded = torch.nn.functional.pad(score, (0, -side % 16), value=torch.nan)
+    slots = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
+    for budget in (1, 2, 7, 64) if side <= 130 else (2, 64):
+        blocks = torch.full((5, side, min(budget, side)), PAD, dtype=torch.int32)
+        count = torch.zeros(5, side, dtype=torch.int32)
+        for row in some:
+            triton_rows.choose(padded[:, row : row + 1].contiguous(), row, budget, 0.25, slots, blocks, count)
+        budgets = torch.full((4,), budget)
+        for row in some:
+            kept = torch_index._best_before(score[:, row : row + 1] * 0.25, torch.tensor([row]), budgets)[:, 0]
+            for line, slot in enumerate(slots.tolist()):
+                expected = _best_of_row((score[line, row] * 0.25).tolist(), row, budget)
+                assert kept[line].nonzero()[:, 0].tolist() == expected, (line, row, budget)
+                assert count[slot, row] == len(expected), (line, row, budget)
+                listed = [*expected, *[PAD] * (blocks.shape[2] - len(expected))]
+                assert blocks[slot, row].tolist() == listed, (line, row, budget)
+        assert (blocks[2] == PAD).all() and (count[2] == 0).all()
+
+
+def _best_of_row(score: list[float], row: int, budget: int) -> list[int]:
+    """The diagonal and the best before it; equal scores, and those that are no number, in order of position."""
+    largest = torch.finfo(torch.float32).max
+    keys = [(-min(s, largest) if s == s else torch.inf, block) for block, s in enumerate(score[:row])]
+    return [*sorted(block for _, block in sorted(keys)[: budget - 1]), row]
+
+
+@inside
+def test_index_rows_at_once() -> None:
+    """Many rows a launch, some of whose candidates all fit in the budget; a layout that it does not serve."""
+    from headscope.kernels import triton_rows
+
+    generator = torch.Generator().manual_seed(0)
+    score = torch.randint(0, 5, (2, 10, 80), generator=generator).float()
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    blocks, count = torch.full((2, 75, 20), PAD, dtype=torch.int32), torch.zeros(2, 75, dtype=torch.int32)
+    triton_rows.choose(score, 33, 20, 1.0, slots, blocks, count)
+    triton_rows.choose(score, 13, 20, 1.0, slots, blocks, count)
+    for line, slot in enumerate(slots.tolist()):
+        for row in [*range(13, 23), *range(33, 43)]:
+            expected = _best_of_row(score[line, row - (33 if row >= 33 else 13)].tolist(), row, 20)
+            assert blocks[slot, row, : count[slot, row]].tolist() == expected, row
+            assert (blocks[slot, row, count[slot, row] :] == PAD).all()
+    assert (blocks[:, 43:] == PAD).all() and (count[:, 43:] == 0).all()
+    with pytest.raises(ValueError, match="multiple of 16"):
+        triton_rows.choose(score[..., :75].contiguous(), 33, 20, 1.0, slots, blocks, count)
+
+
+@inside
+@pytest.mark.parametrize("room", [2**26, 3 * 48])
+@pytest.mark.parametrize("shape", [(1, 208, 208, (0,)), (2, 80, 240, (0, 128)), (1, 16, 656, (16,))])
+def test_index_of_tied_blocks(shape: tuple, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists of the torch path, of queries and keys whose block scores are exact and often equal, in few steps
+    and many."""
+    from headscope.kernels import triton_index
+
+    monkeypatch.setattr(triton_index, "_BLOCK_SCORES", room)
+    batch, q_len, kv_len, starts = shape
+    generator = torch.Generator().manual_seed(kv_len)
+    q, k = (
+        torch.randint(-1, 2, (batch, heads, length // 16, 16), generator=generator).float().repeat_interleave(16, 2)
+        for heads, length in ((4, q_len), (2, kv_len))
+    )
+    budgets = (1, 5, 5, 100)
+    plans = [HeadPlan(top_blocks=budget, block_size=16) for budget in budgets] * batch
+    arguments = (q, k, plans, starts, 0.25, Estimator(), 128)
+    ours, theirs = triton_index.build(*arguments)[0], torch_index.build(*arguments)[0]
+    assert torch.equal(ours.block_count, theirs.block_count)
+    most = theirs.blocks.shape[2]
+    assert torch.equal(ours.blocks[..., :most], theirs.blocks) and (ours.blocks[..., most:] == PAD).all()
+
+
 def _check_lists(layout: Layout, name: str) -> None:
     """Ascending entries, PAD after the count."""
     table, count = getattr(layout, name), getattr(layout, {"blocks": "block_count"}.get(name, f"{name[:-1]}_count"))

@@ -17,19 +17,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headscope.kernels import triton_attention, triton_mass, triton_plan, triton_runs, triton_scores, triton_select
+from headscope.kernels import (
+    triton_attention,
+    triton_mass,
+    triton_plan,
+    triton_rows,
+    triton_runs,
+    triton_scores,
+    triton_select,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def measure(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int,
-            warps: int = 4, stages: int = 3) -> dict[str, Any]:  # fmt: skip
+            warps: int = 4, stages: int = 3, most_registers: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Registers a thread, bytes of stack (spills), and shared memory of one compiled kernel."""
     parameters = [parameter.name for parameter in kernel.params]
     signature = {p: "constexpr" if p in constants else types.get(p, _default(p)) for p in parameters}
     aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(parameters) if signature[p].startswith("*")}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": most_registers}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -114,9 +122,22 @@ def others(capability: int) -> list[dict[str, Any]]:
     ]
 
 
+def block_rows(capability: int) -> list[dict[str, Any]]:
+    """The choice of blocks, for block rows as long as at 32K, 128K and 1M tokens in blocks of 64, and longer."""
+    types = {"score_ptr": "*fp32", "scale": "fp32"}
+    made = []
+    for most in (511, 2047, 16383, 32767):
+        constants, warps = triton_rows.settings(most)
+        made.append(
+            measure(f"rows {most}", triton_rows._choose_kernel, types, constants, capability, warps,
+                    most_registers=triton_rows.REGISTERS)
+        )  # fmt: skip
+    return made
+
+
 def main(capabilities: list[int]) -> None:
     for capability in capabilities:
-        rows = others(capability)
+        rows = others(capability) + block_rows(capability)
         for element, head_dim in (("bf16", 64), ("bf16", 128), ("fp16", 96), ("bf16", 256)):
             rows += attention(capability, element, head_dim)
         for row in rows:
