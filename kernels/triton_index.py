@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headscope.kernels import triton_rows, triton_runs, triton_scores, triton_select
+from headscope.kernels import triton_cut, triton_rows, triton_runs, triton_scores, triton_select
 from headscope.kernels.layout import PAD, HeadPlan, Layout, max_windows, nearest_window
 from headscope.kernels.torch_index import Sampling, sampled_rows
 from headscope.kernels.triton_common import check_inputs, device_ints, packed
@@ -170,7 +170,7 @@ def _choose(
     """The forced first positions and the best of the others, as lists in `out[rows]` or as bytes in `flags`."""
     first = tuple(min(f, n) for f, n in zip(forced, lengths, strict=True))
     total = tuple(min(max(b, f), n) for b, f, n in zip(budget, forced, lengths, strict=True))
-    cut = triton_select.cut_values(score, first, total, lengths)
+    cut = triton_cut.cut_values(score, first, total, lengths)
     device = score.device
     triton_select.write(
         score, triton_select.SCORES, device_ints(lengths, device), rows, cut=cut, forced=device_ints(first, device),

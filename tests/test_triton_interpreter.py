@@ -262,7 +262,7 @@ def test_runs_over_chunks(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_index_ties_and_budgets(seed: int) -> None:
     """Many equal scores: exactly the budget is chosen, smaller positions first."""
-    from headscope.kernels import triton_select
+    from headscope.kernels import triton_cut, triton_select
 
     generator = torch.Generator().manual_seed(seed)
     score = torch.randint(0, 4, (5, 5000), generator=generator).float()
@@ -271,7 +271,7 @@ def test_index_ties_and_budgets(seed: int) -> None:
     flags = torch.zeros(5, 5000, dtype=torch.uint8)
     out = torch.full((5, 2048), PAD, dtype=torch.int32)
     ints = [torch.tensor(x, dtype=torch.int32) for x in (lengths, forced, budget)]
-    cut = triton_select.cut_values(score, forced, budget, lengths)
+    cut = triton_cut.cut_values(score, forced, budget, lengths)
     triton_select.write(
         score, triton_select.SCORES, ints[0], torch.arange(5, dtype=torch.int32), cut=cut, forced=ints[1],
         budget=ints[2], out=out, flags=flags,
@@ -367,6 +367,34 @@ def test_index_of_tied_blocks(shape: tuple, room: int, monkeypatch: pytest.Monke
     assert torch.equal(ours.block_count, theirs.block_count)
     most = theirs.blocks.shape[2]
     assert torch.equal(ours.blocks[..., :most], theirs.blocks) and (ours.blocks[..., most:] == PAD).all()
+
+
+@inside
+@pytest.mark.parametrize("size", [1, 5, 2047, 2048, 2049, 10000])
+def test_index_cuts(size: int) -> None:
+    """The exact k-th best of hostile scores: equal ones, both zeros, denormals, infinities, no numbers."""
+    from headscope.kernels import triton_cut
+
+    generator = torch.Generator().manual_seed(size)
+    plain = torch.randn(size, generator=generator)
+    mixed = torch.tensor([0.0, -0.0, 1e-45, -1e-45, torch.inf, -torch.inf, torch.nan, 1.0, 3.4e38, -3.4e38])
+    score = torch.stack([
+        plain, plain.abs() * 1e-6, -plain.abs(), plain * 1e-42, plain.round(), torch.full((size,), 0.25),
+        torch.zeros(size).copysign(plain), mixed[torch.randint(10, (size,), generator=generator)],
+        torch.full((size,), torch.nan), torch.where(plain > 2, plain, 0.0), torch.full((size,), -torch.inf),
+        (-1.0 + 1e-6 * plain),
+    ])  # fmt: skip
+    lines = len(score)
+    for budgets in ((1,), (size,), (0,), (max(1, size // 3), 0, 1, size, 2)):
+        for forced, length in ((0, size), (3, size), (0, max(0, size - 3)), (size // 2, size - size // 4)):
+            spread = tuple(budgets[line % len(budgets)] for line in range(lines))
+            lengths = tuple(max(0, length - line % 2) for line in range(lines))
+            cut = triton_cut.cut_values(score, (forced,) * lines, spread, lengths)
+            for line, (budget, end) in enumerate(zip(spread, lengths, strict=True)):
+                wanted = min(budget, end) - min(forced, end)
+                best = score[line, min(forced, end) : end].nan_to_num(-torch.inf, torch.inf, -torch.inf)
+                expected = best.topk(wanted).values[-1].item() if wanted > 0 else torch.inf
+                assert cut[line].item() == expected, (line, budgets, forced, length)
 
 
 def _check_lists(layout: Layout, name: str) -> None:

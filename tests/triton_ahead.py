@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from headscope.kernels import (
     triton_attention,
+    triton_cut,
     triton_mass,
     triton_plan,
     triton_rows,
@@ -29,13 +30,19 @@ from headscope.kernels import (
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
+ROW_SIZES = ("row_size", "flag_size")
+"""Known to be multiples of 16 at the lengths that matter, where a kernel cares."""
+
 
 def measure(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int,
             warps: int = 4, stages: int = 3, most_registers: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Registers a thread, bytes of stack (spills), and shared memory of one compiled kernel."""
     parameters = [parameter.name for parameter in kernel.params]
     signature = {p: "constexpr" if p in constants else types.get(p, _default(p)) for p in parameters}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(parameters) if signature[p].startswith("*")}
+    wide = {p.name for p in kernel.params if p.name in ROW_SIZES and not p.do_not_specialize}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, p in enumerate(parameters) if signature[p].startswith("*") or p in wide
+    }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": most_registers}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -98,7 +105,7 @@ def others(capability: int) -> list[dict[str, Any]]:
     types = tile | floats | bytes_
     wide = {"D": 128, "WIDTH": 128, "PRECISION": "tf32"}
     lines = types | {"bands_ptr": "*i32", "windows_ptr": "*i32"}
-    score = types | {"in_ptr": "*fp32", "cut_ptr": "*fp32", "out_ptr": "*i32"}
+    score = types | {"in_ptr": "*fp32", "cut_ptr": "*fp32", "score_ptr": "*fp32", "out_ptr": "*i32"}
     jobs: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
         ("norms", triton_scores._norm_kernel, types, wide | {"LOGIT": False}),
         ("weights", triton_scores._weights_kernel, types,
@@ -106,6 +113,8 @@ def others(capability: int) -> list[dict[str, Any]]:
         ("tail", triton_scores._tail_kernel, types, wide | {"LOGIT": False, "BY_MAX": False, "SPLITS": 32}),
         ("distances", triton_scores._distances_kernel, types,
          {"MEAN": True, "SHRUNK": True, "REMOVED": True, "BLOCK": 256}),
+        *(("digit", triton_cut._digit_kernel, score, {"DIGIT": n, "CHUNK": triton_cut.CHUNK}) for n in (0, 1, 2)),
+        ("value", triton_cut._value_kernel, score, {}),
         ("runs", triton_runs._write_kernel, lines, {"CHUNK": triton_runs.CHUNK, "CHUNKS": 32}),
         ("write", triton_select._write_kernel, score,
          {"MODE": 0, "LIST": True, "COUNT": True, "FLAGS": True, "CHUNK": triton_select.CHUNK}),
