@@ -23,44 +23,38 @@ def _later(a, b):
 
 
 @triton.jit
-def _chosen(flag_ptr, distance, length):
-    return tl.load(flag_ptr + distance, mask=(distance >= 0) & (distance < length), other=0).to(tl.int32) > 0
+def _chosen(flag_ptr, distance, length, flag_size):
+    # Masked by the row's size alone, which may be known to be a multiple of 16, loads are wide.
+    return (tl.load(flag_ptr + distance, mask=distance < flag_size, other=0) > 0) & (distance < length)
 
 
 @triton.jit
-def _before(flag_ptr, distance, length):
-    """The chosen distance before each of a chunk's, as far as the chunk knows; NEVER where it knows none."""
-    inside = _chosen(flag_ptr, distance - 1, length) & (distance > tl.min(distance, 0))
-    return tl.associative_scan(tl.where(inside, distance - 1, NEVER), 0, _later)
+def _before(flag_ptr, distance, start, length):
+    """The chosen distance before each of a chunk's, which begins at `start`, as far as the chunk knows; else NEVER."""
+    inside = (distance > start) & (distance <= length)
+    chosen = tl.load(flag_ptr + distance - 1, mask=inside, other=0) > 0
+    return tl.associative_scan(tl.where(chosen, distance - 1, NEVER), 0, _later)
 
 
 @triton.jit
-def _edges(flag_ptr, distance, length):
-    """Where a run of neighbouring distances begins, and where it ends."""
-    here = _chosen(flag_ptr, distance, length)
-    first = here & (_chosen(flag_ptr, distance - 1, length) == 0)
-    last = here & (_chosen(flag_ptr, distance + 1, length) == 0)
-    return first.to(tl.int32), last.to(tl.int32)
-
-
-@triton.jit(do_not_specialize=("flag_size",))
 def _summary_kernel(flag_ptr, length_ptr, summary_ptr, flag_size, CHUNK: tl.constexpr):
     """Per chunk: its first and last chosen distance, the last that opens a run of windows whatever came before, and
-    how many bands begin and end."""
+    how many bands begin."""
     chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     flag_ptr += line * flag_size
     length = tl.load(length_ptr + line)
     distance = chunk * CHUNK + tl.arange(0, CHUNK)
-    here = _chosen(flag_ptr, distance, length)
-    before = _before(flag_ptr, distance, length)
+    here = _chosen(flag_ptr, distance, length, flag_size)
+    before = _before(flag_ptr, distance, chunk * CHUNK, length)
     opens = here & (before > NEVER) & (distance - before >= GAP)
-    first, last = _edges(flag_ptr, distance, length)
-    out = summary_ptr + (line * tl.num_programs(0) + chunk) * 5
+    # The chunk's first distance may go on with the band of the chunk before.
+    joins = tl.load(flag_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=0) > 0
+    begins = here & (before < distance - 1) & ((distance > chunk * CHUNK) | (joins == 0))
+    out = summary_ptr + (line * tl.num_programs(0) + chunk) * 4
     tl.store(out, tl.min(tl.where(here, distance, -NEVER), 0))
     tl.store(out + 1, tl.max(tl.where(here, distance, NEVER), 0))
     tl.store(out + 2, tl.max(tl.where(opens, distance, -1), 0))
-    tl.store(out + 3, tl.sum(first, 0))
-    tl.store(out + 4, tl.sum(last, 0))
+    tl.store(out + 3, tl.sum(begins.to(tl.int32), 0))
 
 
 @triton.jit
@@ -68,22 +62,24 @@ def _past(summary_ptr, chunk, CHUNKS: tl.constexpr):
     """(last chosen distance, start of the run of windows) before a chunk, from the chunks before it."""
     number = tl.arange(0, CHUNKS)
     earlier = number < chunk
-    first = tl.load(summary_ptr + number * 5, mask=earlier, other=0)
-    last = tl.load(summary_ptr + number * 5 + 1, mask=earlier, other=NEVER)
-    inner = tl.load(summary_ptr + number * 5 + 2, mask=earlier, other=-1)
-    before = tl.load(summary_ptr + number * 5 - 4, mask=earlier & (number > 0), other=NEVER)
+    first = tl.load(summary_ptr + number * 4, mask=earlier, other=0)
+    last = tl.load(summary_ptr + number * 4 + 1, mask=earlier, other=NEVER)
+    inner = tl.load(summary_ptr + number * 4 + 2, mask=earlier, other=-1)
+    before = tl.load(summary_ptr + number * 4 - 3, mask=earlier & (number > 0), other=NEVER)
     before = tl.associative_scan(before, 0, _later)
     opens = earlier & (first < -NEVER) & (first - before >= GAP)
     return tl.max(last, 0), tl.max(tl.maximum(inner, tl.where(opens, first, -1)), 0)
 
 
 @triton.jit
-def _new_windows(flag_ptr, summary_ptr, distance, length, chunk, CHUNKS: tl.constexpr):
+def _new_windows(
+    flag_ptr, summary_ptr, distance, length, flag_size, chunk, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """The one or two windows of each distance of a chunk, and whether each is new: a run's distances touch windows in
     ascending order, so a window is new when it lies beyond the last window of the chosen distance before."""
     latest, start = _past(summary_ptr, chunk, CHUNKS)
-    here = _chosen(flag_ptr, distance, length)
-    before = tl.maximum(_before(flag_ptr, distance, length), latest)
+    here = _chosen(flag_ptr, distance, length, flag_size)
+    before = tl.maximum(_before(flag_ptr, distance, chunk * CHUNK, length), latest)
     opens = here & (distance - before >= GAP)
     run = tl.maximum(tl.associative_scan(tl.where(opens, distance, -1), 0, _later), start)
     one = run + 64 + (distance - run) // 128 * 128
@@ -94,21 +90,23 @@ def _new_windows(flag_ptr, summary_ptr, distance, length, chunk, CHUNKS: tl.cons
     return one, two, new_one.to(tl.int32), new_two.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=("flag_size",))
+@triton.jit
 def _count_kernel(
     flag_ptr, length_ptr, summary_ptr, tally_ptr, flag_size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
     chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunks = tl.num_programs(0)
     flag_ptr += line * flag_size
-    summary_ptr += line * chunks * 5
+    summary_ptr += line * chunks * 4
     distance = chunk * CHUNK + tl.arange(0, CHUNK)
     length = tl.load(length_ptr + line)
-    _one, _two, new_one, new_two = _new_windows(flag_ptr, summary_ptr, distance, length, chunk, CHUNKS)
+    _one, _two, new_one, new_two = _new_windows(
+        flag_ptr, summary_ptr, distance, length, flag_size, chunk, CHUNK, CHUNKS
+    )
     tl.store(tally_ptr + line * chunks + chunk, tl.sum(new_one + new_two, 0))
 
 
-@triton.jit(do_not_specialize=("flag_size", "bands_cap", "windows_cap"))
+@triton.jit(do_not_specialize=("bands_cap", "windows_cap"))
 def _write_kernel(
     flag_ptr, length_ptr, row_ptr, summary_ptr, tally_ptr, bands_ptr, band_count_ptr, windows_ptr, window_count_ptr,
     flag_size, bands_cap, windows_cap, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -117,24 +115,32 @@ def _write_kernel(
     chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunks = tl.num_programs(0)
     flag_ptr += line * flag_size
-    summary_ptr += line * chunks * 5
+    summary_ptr += line * chunks * 4
     length = tl.load(length_ptr + line)
     row = tl.load(row_ptr + line).to(tl.int64)
     distance = chunk * CHUNK + tl.arange(0, CHUNK)
     number = tl.arange(0, CHUNKS)
     if tl.program_id(2) == 0:
-        first, last = _edges(flag_ptr, distance, length)
-        begun = tl.sum(tl.load(summary_ptr + number * 5 + 3, mask=number < chunk, other=0), 0)
-        ended = tl.sum(tl.load(summary_ptr + number * 5 + 4, mask=number < chunk, other=0), 0)
+        here = _chosen(flag_ptr, distance, length, flag_size)
+        earlier = number < chunk
+        begun = tl.sum(tl.load(summary_ptr + number * 4 + 3, mask=earlier, other=0), 0)
+        latest = tl.max(tl.load(summary_ptr + number * 4 + 1, mask=earlier, other=NEVER), 0)
+        before = tl.maximum(_before(flag_ptr, distance, chunk * CHUNK, length), latest)
+        begins = (here & (before < distance - 1)).to(tl.int32)
         bands_ptr += row * bands_cap * 2
-        place = begun + tl.cumsum(first, 0) - 1
-        tl.store(bands_ptr + place * 2, distance, mask=(first > 0) & (place < bands_cap))
-        place = ended + tl.cumsum(last, 0) - 1
-        tl.store(bands_ptr + place * 2 + 1, distance, mask=(last > 0) & (place < bands_cap))
+        place = begun + tl.cumsum(begins, 0) - 1
+        tl.store(bands_ptr + place * 2, distance, mask=(begins > 0) & (place < bands_cap))
+        # Where a band begins, the one before it ended; the last ends with the last distance.
+        tl.store(bands_ptr + place * 2 - 1, before, mask=(begins > 0) & (place > 0) & (place <= bands_cap))
         if chunk == chunks - 1:
-            tl.store(band_count_ptr + row, begun + tl.sum(first, 0))
+            count = begun + tl.sum(begins, 0)
+            latest = tl.maximum(latest, tl.max(tl.where(here, distance, NEVER), 0))
+            tl.store(bands_ptr + count * 2 - 1, latest, mask=(count > 0) & (count <= bands_cap))
+            tl.store(band_count_ptr + row, count)
     else:
-        one, two, new_one, new_two = _new_windows(flag_ptr, summary_ptr, distance, length, chunk, CHUNKS)
+        one, two, new_one, new_two = _new_windows(
+            flag_ptr, summary_ptr, distance, length, flag_size, chunk, CHUNK, CHUNKS
+        )
         past = tl.sum(tl.load(tally_ptr + line * chunks + number, mask=number < chunk, other=0), 0)
         windows_ptr += row * windows_cap
         place = past + tl.cumsum(new_one + new_two, 0) - new_one - new_two
@@ -154,7 +160,7 @@ def write(
     lines, size = flags.shape
     chunks = max(1, -(-size // CHUNK))
     constants = {"CHUNK": CHUNK, "CHUNKS": max(16, triton.next_power_of_2(chunks)), "num_warps": 8}
-    summary = torch.empty(lines, chunks, 5, dtype=torch.int32, device=flags.device)
+    summary = torch.empty(lines, chunks, 4, dtype=torch.int32, device=flags.device)
     tally = torch.empty(lines, chunks, dtype=torch.int32, device=flags.device)
     _summary_kernel[(chunks, lines)](flags, lengths, summary, size, CHUNK=CHUNK, num_warps=8)
     if windows is not None:

@@ -231,7 +231,7 @@ def test_tail_sums(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @inside
 @pytest.mark.parametrize("seed", range(8))
-def test_runs_over_chunks(seed: int) -> None:
+def test_index_runs_over_chunks(seed: int) -> None:
     """Lists of chosen distances, with runs and gaps across the ends of chunks."""
     from headscope.kernels import triton_runs
 
@@ -395,6 +395,30 @@ def test_index_cuts(size: int) -> None:
                 best = score[line, min(forced, end) : end].nan_to_num(-torch.inf, torch.inf, -torch.inf)
                 expected = best.topk(wanted).values[-1].item() if wanted > 0 else torch.inf
                 assert cut[line].item() == expected, (line, budgets, forced, length)
+
+
+@inside
+@pytest.mark.parametrize("length", [1, 2049, 4100])
+def test_index_bands_across_chunks(length: int) -> None:
+    """Bands that end, begin and go on where a chunk does; one list is too short for them."""
+    from headscope.kernels import triton_runs
+
+    place = torch.arange(length)
+    around = (place - 2048).abs() <= 3
+    lines = (around, around & (place != 2048), around & (place != 2047), place < 2048, place % 2 == 0, place < length)
+    flags = torch.stack(lines).to(torch.uint8)
+    ends, rows = torch.full((6,), length, dtype=torch.int32), torch.arange(6, dtype=torch.int32)
+    for cap in (length, 2):
+        table, windows = torch.full((6, cap, 2), PAD, dtype=torch.int32), torch.empty(6, 200, dtype=torch.int32)
+        counts = torch.zeros(2, 6, dtype=torch.int32)
+        triton_runs.write(flags, ends, rows, table, counts[0], windows, counts[1])
+        for line in range(6):
+            padded = torch.nn.functional.pad(flags[line].int(), (1, 1))
+            first, last = (padded.diff() > 0).nonzero()[:, 0], (padded.diff() < 0).nonzero()[:, 0] - 1
+            expected = torch.stack((first, last), -1)
+            assert counts[0, line] == len(expected)
+            assert table[line, : len(expected)].tolist() == expected[:cap].tolist()
+            assert (table[line, len(expected) :] == PAD).all()
 
 
 def _check_lists(layout: Layout, name: str) -> None:
