@@ -54,7 +54,7 @@ def dense_config(head_dim: int) -> DenseConfig:
     """What ran fastest on an H200 (NOTES.md)."""
     if head_dim == 64:
         return DenseConfig(64, 6, 3, 152)
-    return DenseConfig(128, 2, 2, 240) if head_dim == 128 else DenseConfig(64, 2, 2, 240)
+    return DenseConfig(128, 3, 2, 240) if head_dim == 128 else DenseConfig(64, 2, 2, 240)
 
 
 def serves(q: torch.Tensor) -> str | None:
@@ -94,12 +94,12 @@ def dense(
     q3, k3, v3 = rows3d(q), rows3d(k), rows3d(_without_padding(v, starts))
     out, lse = _outputs(q, k.shape[2], starts)
     blocks = _row_blocks(q_len, k.shape[2], starts, rows)
-    dense_kernel[(batch * heads * blocks,)](
+    dense_kernel[(_programs(batch * heads * blocks, q.device),)](
         descriptor(q3, 64, dim), descriptor(k3, config.keys, dim), descriptor(v3, config.keys, dim),
-        descriptor(rows3d(out), 64, dim), out, lse, device_ints(starts, q.device), scale * LOG2E, q_len, k.shape[2],
-        batch * heads, heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS),
-        BN=config.keys, D=dim, STAGES=config.stages, GROUPS=config.groups, CONSUMER_REGISTERS=config.registers,
-        num_warps=4, enable_fp_fusion=True,
+        out, lse, device_ints(starts, q.device), _counter(q.device), scale * LOG2E, q_len, k.shape[2], batch * heads,
+        heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS), _only(starts), BN=config.keys, D=dim,
+        STAGES=config.stages, GROUPS=config.groups, CONSUMER_REGISTERS=config.registers, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -122,19 +122,37 @@ def attend(
     tables = _tables(k3.view(k.shape), v3.view(v.shape), layout)
     blocks = _row_blocks(q_len, k.shape[2], starts, 128)
     half_blocks = any(size % 128 for size in _block_sizes(layout))
-    sparse_kernel[(batch * heads * blocks,)](
+    items = batch * heads * blocks
+    # The rings of half blocks start afresh with each program.
+    sparse_kernel[(items if half_blocks else _programs(items, q.device),)](
         descriptor(q3, 64, 64), descriptor(k3, 64, 64), descriptor(v3, 64, dim), descriptor(rows3d(out), 64, 64),
         descriptor(tables.keys, 64, 64), descriptor(tables.values, 64, dim), out, lse, device_ints(starts, q.device),
+        _counter(q.device),
         layout.windows, layout.bands, layout.band_count, layout.columns, tables.counts, tables.sinks,
         tables.uneven, tables.some, tables.whole, layout.blocks, layout.block_count, tables.block_head,
         scale * LOG2E, q_len, k.shape[2], batch * heads, heads, heads // k.shape[1], blocks, tables.counts.shape[1],
         layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1],
         tables.some.shape[-1], *layout.blocks.shape[1:],
-        int(q_len > BY_BLOCK_ROWS), starts[0] if len(set(starts)) == 1 else -1,
+        int(q_len > BY_BLOCK_ROWS), _only(starts),
         D=dim, STAGES=config.stages, SLOTS=config.slots, RING=config.ring,
         HALF_BLOCKS=half_blocks, OVERLAPS=may_overlap(layout), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
+
+
+def _programs(items: int, device: torch.device) -> int:
+    """One a multiprocessor, where there are so many items."""
+    return min(items, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """What the programs of one launch take their items from."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _only(starts: tuple[int, ...]) -> int:
+    """The start of every sequence, or -1 where they differ."""
+    return starts[0] if len(set(starts)) == 1 else -1
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def dense(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cost:
         "BN": config.keys, "D": head_dim, "STAGES": config.stages, "GROUPS": config.groups,
         "CONSUMER_REGISTERS": config.registers,
     }  # fmt: skip
-    return compile_ahead(gluon_dense.dense_kernel, {"q_d": rows, "o_d": rows, "k_d": keys, "v_d": keys}, constants)
+    return compile_ahead(gluon_dense.dense_kernel, {"q_d": rows, "k_d": keys, "v_d": keys}, constants)
 
 
 def sparse(head_dim: int, half_blocks: bool, overlaps: bool, dtype: torch.dtype = torch.bfloat16) -> Cost:

@@ -20,12 +20,15 @@ SHARED_LIMIT = 232_448
 
 pytest.importorskip("triton.experimental.gluon")
 
-# Bytes that a kernel may spill. The sparse kernels spill most of it around their second pass; NOTES.md says where.
-SPILLS = {"sparse 64": 200, "sparse 128": 1000, "sparse 128 plain": 128, "sparse 256": 2200, "sparse 256 plain": 900}
+# Bytes that a kernel may spill. The sparse kernels spill around their loops; NOTES.md says where.
+SPILLS = {
+    "sparse 64": 400, "sparse 64 plain": 128, "sparse 128": 1700, "sparse 128 plain": 300, "sparse 256": 3500,
+    "sparse 256 plain": 950,
+}  # fmt: skip
 # Under Triton 3.9 the maps keep a little less in their 96 registers, and a sparse step is two products of 64 keys.
 SPILLS_39 = {
-    "mass 64": 700, "mass 128": 700, "sparse 64": 1200, "sparse 128": 3300, "sparse 128 plain": 600,
-    "sparse 256": 1800, "sparse 256 plain": 650,
+    "dense 256": 200, "mass 64": 700, "mass 128": 700, "sparse 64": 1300, "sparse 64 plain": 200, "sparse 128": 3500,
+    "sparse 128 plain": 600, "sparse 256": 5300, "sparse 256 plain": 950,
 }  # fmt: skip
 
 
