@@ -93,10 +93,7 @@ def _empty_tables(
     """Tables of sufficient capacity, with what is fixed by position filled in."""
     count = len(plans)
     most = max((min(max(p.vertical, p.sink, len(p.columns)), kv_len) for p in plans), default=0)
-    columns = torch.full((count, most), PAD, dtype=torch.int32, device=device)
-    for head, plan in enumerate(plans):
-        if plan.columns:
-            columns[head, : len(plan.columns)] = device_ints(plan.columns, device)
+    columns = _fixed_rows([plan.columns for plan in plans], most, device)
     slash = max((min(max(p.slash, p.local), (kv_len + 1) // 2) for p in plans if p.slash), default=0)
     bands, band_count = _fixed_bands(plans, max([slash, *(len(p.bands) for p in plans)]), device)
     grid_size = -(-(kv_len + tile - 1) // tile) + 1
@@ -110,12 +107,19 @@ def _empty_tables(
     return _Tables(columns, bands, band_count, grid, grid_count, windows, window_count)
 
 
+def _fixed_rows(rows: Sequence[Sequence[int]], size: int, device: torch.device) -> torch.Tensor:
+    """int32 [len(rows), size] with the given beginnings, PAD beyond them: one copy for all."""
+    table = torch.full((len(rows), size), PAD, dtype=torch.int32, device=device)
+    longest = max(map(len, rows), default=0)
+    if longest:
+        flat = tuple(value for row in rows for value in (*row, *[PAD] * (longest - len(row))))
+        table[:, :longest] = device_ints(flat, device).view(len(rows), longest)
+    return table
+
+
 def _fixed_bands(plans: Sequence[HeadPlan], most: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    bands = torch.full((len(plans), most, 2), PAD, dtype=torch.int32, device=device)
-    for head, plan in enumerate(plans):
-        if plan.bands:
-            flat = device_ints(tuple(edge for band in plan.bands for edge in band), device)
-            bands[head, : len(plan.bands)] = flat.view(-1, 2)
+    edges = [tuple(edge for band in plan.bands for edge in band) for plan in plans]
+    bands = _fixed_rows(edges, 2 * most, device).view(len(plans), most, 2)
     # A copy: counts of heads chosen online are written into it.
     return bands, device_ints(tuple(len(plan.bands) for plan in plans), device).clone()
 
