@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headscope.engine import bench as benching
-from headscope.engine import bench_prefill, cli_output, files, interop
+from headscope.engine import bench_decoder, bench_prefill, cli_output, files, interop
 from headscope.engine.bench_cases import CASES, SHAPES
 from headscope.engine.config import HeadConfig
 from headscope.engine.errors import OptionError
@@ -150,9 +150,9 @@ def _prefill(
     shape: str, lengths: str | None, dtype: torch.dtype, impl: str, repeats: int, configs: list[Path],
     timed_layers: int | None, json_file: Path | None,
 ) -> None:  # fmt: skip
-    if shape not in bench_prefill.MODELS:
-        raise OptionError(f"--prefill runs the shapes {', '.join(bench_prefill.MODELS)}, got {shape!r}")
-    sizes = bench_prefill.MODELS[shape]
+    if shape not in bench_decoder.MODELS:
+        raise OptionError(f"--prefill runs the shapes {', '.join(bench_decoder.MODELS)}, got {shape!r}")
+    sizes = bench_decoder.MODELS[shape]
     settings = bench_prefill.default_settings(sizes) + tuple(_setting(path) for path in configs)
     tokens = _numbers("--lengths", lengths or ("4K,32K,128K" if torch.cuda.is_available() else "1K"))
     report = bench_prefill.run_prefill(

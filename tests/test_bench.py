@@ -12,9 +12,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from headscope.engine import bench, bench_flex, bench_prefill, build_index
+from headscope.engine import bench, bench_decoder, bench_flex, bench_prefill, build_index
 from headscope.engine.bench_cases import CASES, SHAPES, Case, Shape, clustered_layout, planted_layout
-from headscope.engine.bench_prefill import ModelShape, Setting, run_prefill, uniform
+from headscope.engine.bench_decoder import ModelShape
+from headscope.engine.bench_prefill import Setting, run_prefill, uniform
 from headscope.engine.bench_timing import gate
 from headscope.engine.capture import stream
 from headscope.engine.cli_bench import bench as command
@@ -191,7 +192,7 @@ def test_prefill_layers_are_a_decoder() -> None:
         num_key_value_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": TINY.rope_theta},
         rms_norm_eps=1e-5,
     )  # fmt: skip
-    decoder = bench_prefill.Decoder(TINY, 2, torch.float32, torch.device("cpu"))
+    decoder = bench_decoder.Decoder(TINY, 2, torch.float32, torch.device("cpu"))
     model = transformers.LlamaModel(config).eval()
     model.norm = torch.nn.Identity()
     for layer, weights in zip(model.layers, decoder.weights, strict=True):
