@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headscope.kernels import triton_cut, triton_rows, triton_runs, triton_scores, triton_select
+from headscope.kernels import triton_cut, triton_pools, triton_rows, triton_runs, triton_scores, triton_select
 from headscope.kernels.layout import PAD, HeadPlan, Layout, max_windows, nearest_window
 from headscope.kernels.torch_index import Sampling, sampled_rows
 from headscope.kernels.triton_common import check_inputs, device_ints, packed
@@ -194,7 +194,7 @@ def _choose_windows(
     real = tuple(-(-(n + tile // 2 - 1) // tile) if tile > 1 else n for n in own)
     count = max(real)
     if tile > 1:
-        mass = triton_scores.window_mass(score, at, device_ints(own, device), count)
+        mass = triton_pools.window_mass(score, at, device_ints(own, device), count)
     else:
         mass = score[at.long(), :count].contiguous()
     chosen = torch.zeros(len(lines), count, dtype=torch.uint8, device=device)
@@ -274,8 +274,8 @@ def _top_blocks(
     kv_real = sorted(set(kv))
     of_key = device_ints(tuple(x for n in kv_real for x in (n, sequence)), device).view(-1, 2)
     width = -(-side // 16) * 16
-    means_q = triton_scores.block_means(q, of_query, begin, kv_len, side, size)
-    means_k = triton_scores.block_means(k, of_key, begin, kv_len, width, size)
+    means_q = triton_pools.block_means(q, of_query, begin, kv_len, side, size)
+    means_k = triton_pools.block_means(k, of_key, begin, kv_len, width, size)
     means_k = means_k[device_ints(tuple(kv_real.index(n) for n in kv), device).long()].transpose(-1, -2)
     lines = device_ints(tuple(slots[n] for n in members), device)
     # A few steps at least, since the scores of a step end at its last row.

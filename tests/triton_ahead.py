@@ -18,10 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headscope.kernels import (
+    gluon_attention,
+    gluon_mass,
     triton_attention,
     triton_cut,
     triton_mass,
     triton_plan,
+    triton_pools,
     triton_rows,
     triton_runs,
     triton_scores,
@@ -53,9 +56,14 @@ def measure(name: str, kernel: Any, types: dict[str, str], constants: dict[str, 
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
     return {
-        "name": name, "sm": capability, "triton": triton.__version__, "registers": int(found[1]),
+        "name": name, "kernel": full_name(kernel), "sm": capability, "triton": triton.__version__, "registers": int(found[1]),
         "stack": int(found[2]), "shared": made.metadata.shared,
     }  # fmt: skip
+
+
+def full_name(kernel: Any) -> str:
+    """The file and function of a kernel."""
+    return f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.fn.__name__}"
 
 
 def _default(name: str) -> str:
@@ -123,8 +131,26 @@ def others(capability: int) -> list[dict[str, Any]]:
         ("map", triton_mass._rows_kernel, types,
          {"WIDTH": 128, "TILE": 128, "LAYOUT": False, "BLOCKS": False, "COUNT": False, "PRECISION": "tf32"}),
         ("diagonals", triton_mass._diagonals_kernel, types, {"WIDTH": 128, "PRECISION": "tf32"}),
+        ("columns of pools", triton_mass._columns_kernel, floats, {}),
+        ("along diagonals", triton_mass._along_kernel, floats, {}),
+        ("runs, summary", triton_runs._summary_kernel, lines, {"CHUNK": triton_runs.CHUNK}),
+        ("runs, count", triton_runs._count_kernel, lines, {"CHUNK": triton_runs.CHUNK, "CHUNKS": 32}),
+        ("count", triton_select._count_kernel, score, {"MODE": 0, "CHUNK": triton_select.CHUNK}),
+        ("windows", triton_pools._window_mass_kernel, floats | {"score_ptr": "*fp32"}, {}),
+        ("means", triton_pools._means_kernel, floats | {"x_ptr": "*bf16"}, {"D": 128, "WIDTH": 128}),
+        ("counts", triton_plan._counts_kernel, {}, {"TILE": 128}),
+        ("compact", triton_plan._compact_kernel, dict.fromkeys(("k_ptr", "v_ptr", "kc_ptr", "vc_ptr"), "*bf16"),
+         {"D": 128, "WIDTH": 128, "ROWS": 32}),
+        ("keep", triton_plan._keep_kernel, bytes_, {"TILE": 128, "WORDS": 32, "WHOLE": True}),
+        ("counts for gluon", gluon_attention._counts_kernel, {}, {}),
+        ("uneven for gluon", gluon_attention._uneven_kernel, {}, {}),
+        ("reduce for gluon", gluon_mass._reduce_kernel, floats | {"part_ptr": "*fp32"}, {"GROUPS": 4, "WIDTH": 64}),
     ]  # fmt: skip
-    warps = {"norms": triton_scores.warps_for(capability), "tail": triton_scores.warps_for(capability), "runs": 8}
+    on_passes = triton_scores.warps_for(capability)
+    warps = {
+        "norms": on_passes, "tail": on_passes, "runs": 8, "runs, summary": 8, "runs, count": 8, "counts": 2,
+        "uneven for gluon": 1,
+    }  # fmt: skip
     return [
         measure(name, kernel, kinds, constants, capability, warps.get(name, 4))
         for name, kernel, kinds, constants in jobs
