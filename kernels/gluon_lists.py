@@ -76,7 +76,7 @@ def list_run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, si
 
 @gluon.jit
 def needs_care(bands, windows, uneven, blocked):
-    """Whether some list of this program goes in the second pass; most programs have none."""
+    """Whether some list of this item goes in the second pass; most items have none."""
     return blocked | uneven | ((bands > 0) & (windows > 0))
 
 

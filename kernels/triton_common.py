@@ -75,7 +75,10 @@ def steps_for(count: int) -> int:
 
 @lru_cache(maxsize=512)
 def device_ints(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 of host integers on a device, copied once per distinct tuple so that repeated calls do not wait."""
+    """int32 of host integers on a device, copied once per distinct tuple so that repeated calls do not wait.
+
+    The last 512 tuples are kept: a CUDA graph that holds one must not outlive it.
+    """
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 

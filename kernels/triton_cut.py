@@ -24,11 +24,11 @@ REST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _keys(score_ptr, forced_ptr, length_ptr, line, size, CHUNK: tl.constexpr):
+def _keys(score_ptr, forced_ptr, length_ptr, line, row_size, CHUNK: tl.constexpr):
     """uint32 keys of a chunk, the best score the smallest: what is no number counts as -inf and -0 as 0; what does not
     compete comes after every score."""
     place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    score = tl.load(score_ptr + line.to(tl.int64) * size + place, mask=place < size, other=0.0)
+    score = tl.load(score_ptr + line.to(tl.int64) * row_size + place, mask=place < row_size, other=0.0)
     competes = (place >= tl.load(forced_ptr + line)) & (place < tl.load(length_ptr + line))
     bits = tl.where(score == score, score, float("-inf")).to(tl.int32, bitcast=True)
     bits = tl.where(bits == SIGN, 0, bits)
@@ -38,8 +38,8 @@ def _keys(score_ptr, forced_ptr, length_ptr, line, size, CHUNK: tl.constexpr):
 
 @triton.jit
 def _read_off(found_ptr, count_ptr):
-    """The key's digits so far and the one just counted, and the how manieth best is wanted of the keys that share
-    them."""
+    """The key's digits so far and the one just counted, and which of the keys that share them is wanted, counted
+    from the best."""
     wanted = tl.load(found_ptr + 1)
     reached = tl.cumsum(tl.load(count_ptr + tl.arange(0, BINS)), 0)
     passed = reached < wanted
@@ -47,9 +47,10 @@ def _read_off(found_ptr, count_ptr):
     return tl.load(found_ptr) * BINS + digit, wanted - tl.max(tl.where(passed, reached, 0), 0)
 
 
-@triton.jit(do_not_specialize=("size",))
+@triton.jit
 def _digit_kernel(
-    score_ptr, forced_ptr, length_ptr, found_ptr, next_ptr, count_ptr, size, DIGIT: tl.constexpr, CHUNK: tl.constexpr,
+    score_ptr, forced_ptr, length_ptr, found_ptr, next_ptr, count_ptr, row_size, DIGIT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Counts the values of one digit in `count` [lines, 4, 256] and hands on what the digit before says.
 
@@ -58,7 +59,7 @@ def _digit_kernel(
     """
     line = tl.program_id(1)
     count_ptr += line * TABLE + DIGIT * BINS
-    digit = _keys(score_ptr, forced_ptr, length_ptr, line, size, CHUNK) >> (24 - 8 * DIGIT)
+    digit = _keys(score_ptr, forced_ptr, length_ptr, line, row_size, CHUNK) >> (24 - 8 * DIGIT)
     if DIGIT > 0:
         above, wanted = _read_off(found_ptr + line * 2, count_ptr - BINS)
         if tl.program_id(0) == 0:

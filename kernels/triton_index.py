@@ -108,12 +108,15 @@ def _empty_tables(
 
 
 def _fixed_rows(rows: Sequence[Sequence[int]], size: int, device: torch.device) -> torch.Tensor:
-    """int32 [len(rows), size] with the given beginnings, PAD beyond them: one copy for all."""
+    """int32 [len(rows), size] with the given beginnings, PAD beyond them; rows of one length are copied at once."""
     table = torch.full((len(rows), size), PAD, dtype=torch.int32, device=device)
-    longest = max(map(len, rows), default=0)
-    if longest:
-        flat = tuple(value for row in rows for value in (*row, *[PAD] * (longest - len(row))))
-        table[:, :longest] = device_ints(flat, device).view(len(rows), longest)
+    for length in sorted({len(row) for row in rows} - {0}):
+        some = [number for number, row in enumerate(rows) if len(row) == length]
+        flat = device_ints(tuple(value for number in some for value in rows[number]), device).view(-1, length)
+        if len(some) == len(rows):
+            table[:, :length] = flat
+        else:
+            table[device_ints(tuple(some), device).long(), :length] = flat
     return table
 
 

@@ -115,10 +115,10 @@ def _choose_kernel(
     target = tl.load(slot_ptr + line).to(tl.int64) * table_rows + row
     out = out_ptr + target * table_columns
     wanted = tl.minimum(budget - 1, row)
-    # All of them, unless there are more.
-    cut = float("-inf")
+    # All of them, unless there are more; none reaches an infinite cut.
+    cut = tl.where(wanted > 0, float("-inf"), float("inf"))
     spare = wanted
-    if wanted < row:
+    if (wanted > 0) & (wanted < row):
         cut, spare = _cut(base, row, scale, wanted, MORE, BLOCK, PIECE)
     better_before = 0
     equal_before = 0

@@ -45,9 +45,11 @@ def box(rows: int, columns: int, dtype: torch.dtype) -> str:
     return f"tensordesc<{_NAMES[dtype]}[1, {rows}, {columns}],{tile_layout(rows, columns, dtype)!r}>"
 
 
-def compile_ahead(kernel: Any, boxes: dict[str, str], constants: dict[str, Any]) -> Cost:
+def compile_ahead(
+    kernel: Any, boxes: dict[str, str], constants: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> Cost:
     """For sm_90a: `boxes` are its TMA descriptors, pointers end in `_ptr`, constants are upper case."""
-    floats = dict.fromkeys(("lse_ptr", "part_ptr"), "*fp32") | {"o_ptr": "*bf16", "scale": "fp32"}
+    floats = dict.fromkeys(("lse_ptr", "part_ptr"), "*fp32") | {"o_ptr": f"*{_NAMES[dtype]}", "scale": "fp32"}
     signature = {}
     for name in kernel.arg_names:
         other = "constexpr" if name.isupper() else "*i32" if name.endswith("_ptr") else "i32"
@@ -65,7 +67,7 @@ def dense(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cost:
         "BN": config.keys, "D": head_dim, "STAGES": config.stages, "GROUPS": config.groups,
         "CONSUMER_REGISTERS": config.registers,
     }  # fmt: skip
-    return compile_ahead(gluon_dense.dense_kernel, {"q_d": rows, "k_d": keys, "v_d": keys}, constants)
+    return compile_ahead(gluon_dense.dense_kernel, {"q_d": rows, "k_d": keys, "v_d": keys}, constants, dtype)
 
 
 def sparse(head_dim: int, half_blocks: bool, overlaps: bool, dtype: torch.dtype = torch.bfloat16) -> Cost:
@@ -76,7 +78,7 @@ def sparse(head_dim: int, half_blocks: bool, overlaps: bool, dtype: torch.dtype 
         "D": head_dim, "STAGES": config.stages, "SLOTS": config.slots, "RING": config.ring,
         "HALF_BLOCKS": half_blocks, "OVERLAPS": overlaps,
     }  # fmt: skip
-    return compile_ahead(gluon_sparse.sparse_kernel, boxes, constants)
+    return compile_ahead(gluon_sparse.sparse_kernel, boxes, constants, dtype)
 
 
 def mass(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cost:

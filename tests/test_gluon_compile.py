@@ -20,7 +20,8 @@ SHARED_LIMIT = 232_448
 
 pytest.importorskip("triton.experimental.gluon")
 
-# Bytes that a kernel may spill. The sparse kernels spill around their loops; NOTES.md says where.
+# Bytes that a kernel may spill. The sparse kernels spill around their loops, at head size 256 and with exact masks in
+# them: see NOTES.md.
 SPILLS = {
     "sparse 64": 400, "sparse 64 plain": 128, "sparse 128": 1700, "sparse 128 plain": 300, "sparse 256": 3500,
     "sparse 256 plain": 950,

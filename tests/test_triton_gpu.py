@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from headscope.engine.bench_cases import SHAPES, clustered_layout, random_qkv
 from headscope.engine.estimator import Estimator
 from headscope.kernels import membership, reference, torch_index, torch_mass
 from headscope.kernels.layout import HeadPlan, Layout
-from tests import triton_cases
+from tests import index_cases, triton_cases
 
 pytestmark = pytest.mark.gpu
 ROUNDING = {torch.bfloat16: 4e-4, torch.float16: 5e-5}
@@ -78,11 +80,28 @@ def test_index_and_sums(length: int, head_dim: int, plan: HeadPlan) -> None:
     assert torch.equal(triton_mass.coverage(ours, *crop), torch_mass.coverage(ours, *crop))
 
 
+@pytest.mark.parametrize(("side", "held"), [(65, 16384), (1100, 16384), (2100, 1024), (2100, 16384), (17000, 16384)])
+def test_index_chooses_rows(side: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warp and eight, and rows beyond what registers hold."""
+    from headscope.kernels import triton_rows
+
+    monkeypatch.setattr(triton_rows, "_HELD", held)
+    index_cases.check_rows(side, "cuda")
+
+
+@pytest.mark.parametrize("size", [5, 2049, 10000, 131072])
+def test_index_cuts(size: int) -> None:
+    index_cases.check_cuts(size, "cuda")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [32768, 131072, 524288])
-def test_sampled_long_rows(length: int) -> None:
+@pytest.mark.parametrize("impl", ["triton", "gluon"])
+def test_sampled_long_rows(length: int, impl: str) -> None:
     """Rows of three heads at length, over a clustered vertical-slash index and over everything."""
-    from headscope.kernels import triton_attention
+    if impl == "gluon" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    attention = importlib.import_module(f"headscope.kernels.{impl}_attention")
 
     shape = SHAPES["llama3-8b"]
     q, k, v = random_qkv(shape, 1, length, torch.bfloat16, torch.device("cuda"))
@@ -91,7 +110,7 @@ def test_sampled_long_rows(length: int) -> None:
     columns = torch.arange(length, device="cuda")
     table = membership.tables(layout)
     for sparse in (True, False):
-        call = triton_attention.attend if sparse else triton_attention.dense
+        call = attention.attend if sparse else attention.dense
         out, lse = call(q, k, v, layout, 128**-0.5) if sparse else call(q, k, v, 128**-0.5, (0,))
         for head in (0, 13, 31):
             mask = columns[None, :] <= rows[:, None]

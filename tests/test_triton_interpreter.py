@@ -17,7 +17,7 @@ import torch
 from headscope.engine.estimator import Estimator
 from headscope.kernels import membership, reference, torch_index, torch_mass
 from headscope.kernels.layout import PAD, HeadPlan, Layout
-from tests import triton_cases
+from tests import index_cases, triton_cases
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
@@ -287,41 +287,11 @@ def test_index_ties_and_budgets(seed: int) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize(("side", "held"), [*((n, 16384) for n in (1, 2, 3, 63, 64, 65, 130, 1100)), (2100, 1024)])
 def test_index_chooses_rows(side: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with many ties, infinities and no numbers; budgets from 1 to more than there is; rows beyond registers."""
+    """Rows with many ties, infinities and no numbers; rows beyond registers."""
     from headscope.kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_HELD", held)
-    generator = torch.Generator().manual_seed(side)
-    score = torch.randint(-3, 4, (4, side, side), generator=generator).float()
-    score[0] = torch.randn(side, side, generator=generator) * 10.0 ** torch.randint(-40, 39, (side, 1))
-    score[1][torch.rand(side, side, generator=generator) < 0.3] = -0.0
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -1e-45, 0.0])
-    score[2] = special[torch.randint(0, 6, (side, side), generator=generator)]
-    some = sorted({0, 1, 7, 40, side - 1} & set(range(side))) if side <= 130 else [100, 1025, side - 1]
-    padded = torch.nn.functional.pad(score, (0, -side % 16), value=torch.nan)
-    slots = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
-    for budget in (1, 2, 7, 64) if side <= 130 else (2, 64):
-        blocks = torch.full((5, side, min(budget, side)), PAD, dtype=torch.int32)
-        count = torch.zeros(5, side, dtype=torch.int32)
-        for row in some:
-            triton_rows.choose(padded[:, row : row + 1].contiguous(), row, budget, 0.25, slots, blocks, count)
-        budgets = torch.full((4,), budget)
-        for row in some:
-            kept = torch_index._best_before(score[:, row : row + 1] * 0.25, torch.tensor([row]), budgets)[:, 0]
-            for line, slot in enumerate(slots.tolist()):
-                expected = _best_of_row((score[line, row] * 0.25).tolist(), row, budget)
-                assert kept[line].nonzero()[:, 0].tolist() == expected, (line, row, budget)
-                assert count[slot, row] == len(expected), (line, row, budget)
-                listed = [*expected, *[PAD] * (blocks.shape[2] - len(expected))]
-                assert blocks[slot, row].tolist() == listed, (line, row, budget)
-        assert (blocks[2] == PAD).all() and (count[2] == 0).all()
-
-
-def _best_of_row(score: list[float], row: int, budget: int) -> list[int]:
-    """The diagonal and the best before it; equal scores, and those that are no number, in order of position."""
-    largest = torch.finfo(torch.float32).max
-    keys = [(-min(s, largest) if s == s else torch.inf, block) for block, s in enumerate(score[:row])]
-    return [*sorted(block for _, block in sorted(keys)[: budget - 1]), row]
+    index_cases.check_rows(side, "cpu")
 
 
 @inside
@@ -337,7 +307,7 @@ def test_index_rows_at_once() -> None:
     triton_rows.choose(score, 13, 20, 1.0, slots, blocks, count)
     for line, slot in enumerate(slots.tolist()):
         for row in [*range(13, 23), *range(33, 43)]:
-            expected = _best_of_row(score[line, row - (33 if row >= 33 else 13)].tolist(), row, 20)
+            expected = index_cases.best_of_row(score[line, row - (33 if row >= 33 else 13)].tolist(), row, 20)
             assert blocks[slot, row, : count[slot, row]].tolist() == expected, row
             assert (blocks[slot, row, count[slot, row] :] == PAD).all()
     assert (blocks[:, 43:] == PAD).all() and (count[:, 43:] == 0).all()
@@ -372,29 +342,7 @@ def test_index_of_tied_blocks(shape: tuple, room: int, monkeypatch: pytest.Monke
 @inside
 @pytest.mark.parametrize("size", [1, 5, 2047, 2048, 2049, 10000])
 def test_index_cuts(size: int) -> None:
-    """The exact k-th best of hostile scores: equal ones, both zeros, denormals, infinities, no numbers."""
-    from headscope.kernels import triton_cut
-
-    generator = torch.Generator().manual_seed(size)
-    plain = torch.randn(size, generator=generator)
-    mixed = torch.tensor([0.0, -0.0, 1e-45, -1e-45, torch.inf, -torch.inf, torch.nan, 1.0, 3.4e38, -3.4e38])
-    score = torch.stack([
-        plain, plain.abs() * 1e-6, -plain.abs(), plain * 1e-42, plain.round(), torch.full((size,), 0.25),
-        torch.zeros(size).copysign(plain), mixed[torch.randint(10, (size,), generator=generator)],
-        torch.full((size,), torch.nan), torch.where(plain > 2, plain, 0.0), torch.full((size,), -torch.inf),
-        (-1.0 + 1e-6 * plain),
-    ])  # fmt: skip
-    lines = len(score)
-    for budgets in ((1,), (size,), (0,), (max(1, size // 3), 0, 1, size, 2)):
-        for forced, length in ((0, size), (3, size), (0, max(0, size - 3)), (size // 2, size - size // 4)):
-            spread = tuple(budgets[line % len(budgets)] for line in range(lines))
-            lengths = tuple(max(0, length - line % 2) for line in range(lines))
-            cut = triton_cut.cut_values(score, (forced,) * lines, spread, lengths)
-            for line, (budget, end) in enumerate(zip(spread, lengths, strict=True)):
-                wanted = min(budget, end) - min(forced, end)
-                best = score[line, min(forced, end) : end].nan_to_num(-torch.inf, torch.inf, -torch.inf)
-                expected = best.topk(wanted).values[-1].item() if wanted > 0 else torch.inf
-                assert cut[line].item() == expected, (line, budgets, forced, length)
+    index_cases.check_cuts(size, "cpu")
 
 
 @inside

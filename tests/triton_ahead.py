@@ -56,8 +56,8 @@ def measure(name: str, kernel: Any, types: dict[str, str], constants: dict[str, 
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
     return {
-        "name": name, "kernel": full_name(kernel), "sm": capability, "triton": triton.__version__, "registers": int(found[1]),
-        "stack": int(found[2]), "shared": made.metadata.shared,
+        "name": name, "kernel": full_name(kernel), "sm": capability, "triton": triton.__version__,
+        "registers": int(found[1]), "stack": int(found[2]), "shared": made.metadata.shared,
     }  # fmt: skip
 
 
