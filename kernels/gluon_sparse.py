@@ -82,7 +82,7 @@ def _half_blocks(q_s, k_s, v_s, ring, blocks_ptr, halves, size, rows, r0, acc, m
     for _ in range(halves):
         slot = st * 2 + G
         s0, s1, o_t = issue(q_s, k_s, v_s, ring.index(slot * 4), ph, ring.index(before * 4 + 2), pph, slot * HALVES,
-                          before, acc, p0, p0, G, D, 1, 1, SL)
+                            before, acc, p0, p0, G, D, 1, 1, SL)
         key = gl.load(blocks_ptr + entry) * size + piece * 64
         entry, piece = next_piece(entry, piece, pieces)
         s = finish_scores(s0, s1, 1, 1, SL)
@@ -127,6 +127,78 @@ def _store_pieces(values, tiles, at, o_d, head, row, D: gl.constexpr):
 
 
 @gluon.jit
+def _hear(turn, queue, heard, blocks_ptr, block_cap, G: gl.constexpr):
+    """What row block G needs of the `FACTS` on this item but the head, in their order; the place is given back."""
+    r0 = fact(1, turn, queue, FACTS) + G * 64
+    first = fact(2, turn, queue, FACTS)
+    windows = fact(3, turn, queue, FACTS)
+    bands = fact(4, turn, queue, FACTS)
+    columns = fact(5, turn, queue, FACTS)
+    sink = fact(6, turn, queue, FACTS)
+    tile_blocks = fact(7, turn, queue, FACTS)
+    halves = fact(8 + G, turn, queue, FACTS)
+    listed = fact(10 + G, turn, queue, FACTS)
+    blocked = fact(12, turn, queue, FACTS) != 0
+    uneven = fact(13, turn, queue, FACTS) != 0
+    size = fact(14, turn, queue, FACTS)
+    mine_ptr = blocks_ptr + fact(15 + G, turn, queue, FACTS).to(gl.int64) * block_cap
+    mbarrier.arrive(heard.index(turn & 1))
+    return r0, first, windows, bands, columns, sink, tile_blocks, halves, listed, blocked, uneven, size, mine_ptr
+
+
+@gluon.jit
+def _careful_lists(q_s, k_s, v_s, k_full, k_empty, v_full, v_empty, rows, cols, r0, acc, m, total, p0, p1, st, ph, pst,
+                   pph, slot, freed, scale, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr,
+                   tile_blocks, blocked, listed, size, some_ptr, whole_ptr, words, columns_ptr, column_cap,
+                   G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr,
+                   OL: gl.constexpr, PL: gl.constexpr):
+    """Lists whose cells may belong to another list too: one product at a time, every cell decided exactly."""
+    HALVES: gl.constexpr = D // 64
+    PAIR: gl.constexpr = SLOTS - 1
+    WIDTH: gl.constexpr = 64 * PAIR
+    for run in range(gl.where(needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
+        kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(
+            run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
+            blocked, size, WIDTH, True)
+        shift = gl.where(kind == WINDOW_RUN, G, 0)
+        entry = 0
+        piece = 0
+        for i in range(steps):
+            key = first_key(kind, origin, list_ptr, factor, entry, piece, pitch)
+            entry, piece = next_piece(entry, piece, pieces)
+            acc = last_values(v_s, v_full.index(pst), pph, slot, acc, p0, p1, D, PAIR)
+            mbarrier.arrive(v_empty.index(gl.minimum(freed, STAGES - 1)), pred=freed < STAGES)
+            s = lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift, G, D, PAIR,
+                            SLOTS, SL)
+            if kind == COLUMN_RUN:
+                s = keep_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, i, bands_ptr,
+                                 bands, blocks_ptr, listed, size, PAIR)
+            else:
+                s = keep_distances(s, rows, key, cols, lo, hi, stop)
+                if kind == WINDOW_RUN:
+                    s = without_bands(s, rows, key + cols, bands_ptr, bands)
+                s = without_blocks(s, key + cols, blocks_ptr, listed, size)
+            shrink, m, total, p0, p1 = weigh(s, m, total, scale, k_s.dtype, PAIR, PL)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
+            pst = st
+            freed = st
+            pph = ph
+            slot = st * SLOTS + shift
+            st, ph = next_stage(st, ph, STAGES)
+    return acc, m, total, p0, p1, st, ph, pst, pph, slot, freed
+
+
+@gluon.jit
+def _shares(acc, m, total, own, lse_ptr, head, q_len, DTYPE: gl.constexpr, OL: gl.constexpr):
+    """The output rows, once the LSEs of the local rows `own` that exist are written; rows with no cell give 0, -inf."""
+    some = total > 0
+    lse = gl.where(some, (m + gl.log2(gl.where(some, total, 1.0))) * LN2, float("-inf"))
+    gl.store(lse_ptr + head.to(gl.int64) * q_len + own, lse, mask=(own >= 0) & (own < q_len))
+    share = gl.convert_layout(gl.where(some, 1.0 / gl.where(some, total, 1.0), 0.0), gl.SliceLayout(1, OL))
+    return (acc * share[:, None]).to(DTYPE)
+
+
+@gluon.jit
 def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, order, queue, heard,
               told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr, scale,
               q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, G: gl.constexpr,
@@ -147,20 +219,8 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
     wait_for(turn, told)
     head = fact(0, turn, queue, FACTS)
     while head >= 0:
-        r0 = fact(1, turn, queue, FACTS) + G * 64
-        first = fact(2, turn, queue, FACTS)
-        windows = fact(3, turn, queue, FACTS)
-        bands = fact(4, turn, queue, FACTS)
-        columns = fact(5, turn, queue, FACTS)
-        sink = fact(6, turn, queue, FACTS)
-        tile_blocks = fact(7, turn, queue, FACTS)
-        halves = fact(8 + G, turn, queue, FACTS)
-        listed = fact(10 + G, turn, queue, FACTS)
-        blocked = fact(12, turn, queue, FACTS) != 0
-        uneven = fact(13, turn, queue, FACTS) != 0
-        size = fact(14, turn, queue, FACTS)
-        mine_ptr = blocks_ptr + fact(15 + G, turn, queue, FACTS).to(gl.int64) * block_cap
-        mbarrier.arrive(heard.index(turn & 1))
+        (r0, first, windows, bands, columns, sink, tile_blocks, halves, listed, blocked, uneven, size,
+         mine_ptr) = _hear(turn, queue, heard, blocks_ptr, block_cap, G)
         rows = r0 + gl.arange(0, 64, gl.SliceLayout(1, SL))
         acc = gl.zeros([64, D], gl.float32, OL)
         m = gl.full([64], FLOOR, gl.float32, gl.SliceLayout(1, SL))
@@ -196,7 +256,7 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
             for i in range(steps):
                 mbarrier.wait(order.index(G), order_ph)
                 s0, s1, o_t = issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
-                                  st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
+                                    st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
                 mbarrier.arrive(order.index(1 - G))
                 order_ph = order_ph ^ 1
                 # Everything that a step must look up is looked up while the products run.
@@ -220,46 +280,16 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
                 slot = st * SLOTS + shift
                 st, ph = next_stage(st, ph, STAGES)
         if OVERLAPS:
-            # Lists whose cells may belong to another list too: one product at a time, every cell decided exactly.
-            for run in range(gl.where(needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
-                kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(
-                    run, True, r0, my_bands_ptr, bands, my_windows_ptr, windows, columns, sink, uneven, mine_ptr,
-                    tile_blocks, blocked, size, WIDTH, OVERLAPS)
-                shift = gl.where(kind == WINDOW_RUN, G, 0)
-                entry = 0
-                piece = 0
-                for i in range(steps):
-                    key = first_key(kind, origin, list_ptr, factor, entry, piece, pitch)
-                    entry, piece = next_piece(entry, piece, pieces)
-                    acc = last_values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
-                    mbarrier.arrive(v_empty.index(gl.minimum(freed, STAGES - 1)), pred=freed < STAGES)
-                    s = lone_scores(q_s, k_s, k_full.index(st), ph, k_empty.index(st), st * HALVES * SLOTS + shift, G,
-                                    D, PAIR, SLOTS, SL)
-                    if kind == COLUMN_RUN:
-                        s = keep_columns(s, rows, cols, my_some_ptr, my_whole_ptr, words, my_columns_ptr, column_cap,
-                                           i, my_bands_ptr, bands, mine_ptr, listed, size, PAIR)
-                    else:
-                        s = keep_distances(s, rows, key, cols, lo, hi, stop)
-                        if kind == WINDOW_RUN:
-                            s = without_bands(s, rows, key + cols, my_bands_ptr, bands)
-                        s = without_blocks(s, key + cols, mine_ptr, listed, size)
-                    shrink, m, total, p0_, p1_ = weigh(s, m, total, scale, DTYPE, PAIR, PL)
-                    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
-                    pst = st
-                    freed = st
-                    pph = ph
-                    slot = st * SLOTS + shift
-                    st, ph = next_stage(st, ph, STAGES)
+            acc, m, total, p0_, p1_, st, ph, pst, pph, slot, freed = _careful_lists(
+                q_s, k_s, v_s, k_full, k_empty, v_full, v_empty, rows, cols, r0, acc, m, total, p0_, p1_, st, ph, pst,
+                pph, slot, freed, scale, my_bands_ptr, bands, my_windows_ptr, windows, columns, sink, uneven, mine_ptr,
+                tile_blocks, blocked, listed, size, my_some_ptr, my_whole_ptr, words, my_columns_ptr, column_cap, G, D,
+                STAGES, SLOTS, SL, OL, PL)
         mbarrier.arrive(q_empty)
         if freed < STAGES:
             acc = last_values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
             mbarrier.arrive(v_empty.index(freed))
-        own = rows - first
-        some = total > 0
-        lse = gl.where(some, (m + gl.log2(gl.where(some, total, 1.0))) * LN2, float("-inf"))
-        gl.store(lse_ptr + head.to(gl.int64) * q_len + own, lse, mask=(own >= 0) & (own < q_len))
-        share = gl.convert_layout(gl.where(some, 1.0 / gl.where(some, total, 1.0), 0.0), gl.SliceLayout(1, OL))
-        values = (acc * share[:, None]).to(DTYPE)
+        values = _shares(acc, m, total, rows - first, lse_ptr, head, q_len, DTYPE, OL)
         mbarrier.wait(k_full.index(st), ph)
         if r0 - first >= 0:
             _store_pieces(values, k_s, st * HALVES * SLOTS + G * HALVES, o_d, head, r0 - first, D)
@@ -292,8 +322,8 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
 
     Per 64 own rows: counts [heads, table_blocks, 2] is (windows that reach a key, columns not beyond the rows);
     some/whole [heads, table_blocks, words] are `triton_plan.keep_bits`, and uneven [heads, ceil(table_blocks / 2)]
-    says where they differ within 128 own rows. block_head [heads, 2] is (slot or -1,
-    block size). Without OVERLAPS no two lists of a head share a cell and every column may be read by all rows of a
+    says where they differ within 128 own rows. block_head [heads, 2] is (slot or -1, block size).
+    Without OVERLAPS no two lists of a head share a cell and every column may be read by all rows of a
     block or by none, but for heads whose columns are the first sinks [heads] keys: see `list_run`.
     """
     HALVES: gl.constexpr = D // 64
@@ -339,8 +369,8 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
                      blocks_ptr, scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 1, D,
                      STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
         (produce, (q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring,
-                     handover, queue, heard, told, counter_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
-                     counts_ptr, sinks_ptr, uneven_ptr, blocks_ptr, block_count_ptr, block_head_ptr, q_len, kv_len,
-                     heads, heads_per_sequence, group, row_blocks, table_blocks, window_cap, band_cap, block_rows,
-                     block_cap, by_kv, only_start, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+                   handover, queue, heard, told, counter_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
+                   counts_ptr, sinks_ptr, uneven_ptr, blocks_ptr, block_count_ptr, block_head_ptr, q_len, kv_len,
+                   heads, heads_per_sequence, group, row_blocks, table_blocks, window_cap, band_cap, block_rows,
+                   block_cap, by_kv, only_start, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
     ], [4, 1], [240, 24])

@@ -20,7 +20,7 @@ ONE_VIEW = gl.constexpr(1 if OVERLAPPING_VIEWS else 0)
 
 @gluon.jit
 def product(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STRIDE: gl.constexpr,
-             SL: gl.constexpr):
+            SL: gl.constexpr):
     """Starts the scores [64, N] of the row block's queries and the N keys from K piece `chunk` on."""
     HALVES: gl.constexpr = D // 64
     s_t = gl.zeros([64, N], gl.float32, SL)
@@ -33,7 +33,7 @@ def product(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, N: gl.constexpr, 
 
 @gluon.jit
 def start_scores(q_s, k_s, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr, STRIDE: gl.constexpr,
-           SL: gl.constexpr):
+                 SL: gl.constexpr):
     """Starts this step's scores [64, 64 * PAIR], which `finish_scores` waits for."""
     if ONE_VIEW + (2 - PAIR) > 0:
         s_t = product(q_s, k_s, chunk, G, D, 64 * PAIR, STRIDE, SL)
@@ -57,7 +57,7 @@ def finish_scores(s0, s1, LATER: gl.constexpr, PAIR: gl.constexpr, SL: gl.conste
 
 @gluon.jit
 def issue(q_s, k_s, v_s, k_full, ph, v_full, pph, chunk, slot, acc, p0, p1, G: gl.constexpr, D: gl.constexpr,
-           PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
+          PAIR: gl.constexpr, STRIDE: gl.constexpr, SL: gl.constexpr):
     """Starts this step's scores [64, 64 * PAIR] and beside them the value product of the step before."""
     mbarrier.wait(k_full, ph)
     s0, s1 = start_scores(q_s, k_s, chunk, G, D, PAIR, STRIDE, SL)
@@ -81,7 +81,7 @@ def operands(weights, DTYPE: gl.constexpr, PL: gl.constexpr, PAIR: gl.constexpr)
 
 @gluon.jit
 def lone_scores(q_s, k_s, k_full, ph, k_empty, chunk, G: gl.constexpr, D: gl.constexpr, PAIR: gl.constexpr,
-                 STRIDE: gl.constexpr, SL: gl.constexpr):
+                STRIDE: gl.constexpr, SL: gl.constexpr):
     """This step's scores with nothing beside them."""
     mbarrier.wait(k_full, ph)
     s0, s1 = start_scores(q_s, k_s, chunk, G, D, PAIR, STRIDE, SL)
