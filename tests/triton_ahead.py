@@ -22,6 +22,7 @@ from headscope.kernels import (
     gluon_mass,
     triton_attention,
     triton_cut,
+    triton_dense,
     triton_mass,
     triton_plan,
     triton_pools,
@@ -29,6 +30,7 @@ from headscope.kernels import (
     triton_runs,
     triton_scores,
     triton_select,
+    triton_sparse,
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -88,7 +90,7 @@ def attention(capability: int, element: str, head_dim: int) -> list[dict[str, An
     shared = {"GROUP": 4, "D": head_dim, "WIDTH": width, "BY_BLOCK": False, "PRECISION": "tf32"}
     constants = shared | {"ROWS": use.rows, "COLUMNS": use.columns, "STAGES": use.stages}
     dense = measure(
-        f"dense d{head_dim}", triton_attention._dense_kernel, types, constants, capability, use.warps, use.stages
+        f"dense d{head_dim}", triton_dense.dense_kernel, types, constants, capability, use.warps, use.stages
     )
     use = triton_attention.sparse_settings(width, 2, capability)
     types = halves | {name: _tile(element, 64, width) for name in ("q_d", "k_d", "v_d", "kc_d", "vc_d")}
@@ -98,7 +100,7 @@ def attention(capability: int, element: str, head_dim: int) -> list[dict[str, An
         "ODD_BLOCKS": False, "OVERLAPS": True, "STAGES": use.stages,
     }  # fmt: skip
     sparse = measure(
-        f"attend d{head_dim}", triton_attention._attend_kernel, types, constants, capability, use.warps, use.stages
+        f"attend d{head_dim}", triton_sparse.attend_kernel, types, constants, capability, use.warps, use.stages
     )
     return [dense, sparse]
 
