@@ -60,18 +60,18 @@ def store_rows(values, o_ptr, head, row, length, D: gl.constexpr, OL: gl.constex
 
 
 @gluon.jit
-def _rows_of(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
-             BM: gl.constexpr):
-    """The head of an item, its sequence's start, the own position of its first row, and that of local row 0."""
+def row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
+              BM: gl.constexpr):
+    """The head of an item, its sequence's start, the own position of local row 0, and which block of BM rows it is.
+
+    Sequences of one batch have different numbers of row blocks: an item may lie beyond its sequence's first query row.
+    It stores nothing, because all its rows lie before local row 0.
+    """
     head, rank = place(item, heads, group, row_blocks, by_kv)
     start = only_start
     if only_start < 0:
         start = gl.load(starts_ptr + head // heads_per_sequence)
-    first = kv_len - q_len - start
-    block = gl.cdiv(kv_len - start, BM) - 1 - rank
-    # Sequences of one batch have different numbers of row blocks: an item beyond its sequence's first row does the
-    # tiles of one block and stores nothing, because all its rows lie before local row 0.
-    return head, start, gl.where(block < 0, first - BM, block * BM), first, gl.maximum(block, 0) + 1
+    return head, start, kv_len - q_len - start, gl.cdiv(kv_len - start, BM) - 1 - rank
 
 
 @gluon.jit
@@ -85,8 +85,10 @@ def _producer(q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_
     turn = 0
     item = gl.program_id(0)
     while item < heads * row_blocks:
-        head, start, p0, first, blocks = _rows_of(item, starts_ptr, only_start, q_len, kv_len, heads,
-                                                  heads_per_sequence, group, row_blocks, by_kv, BM)
+        head, start, first, block = row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence,
+                                              group, row_blocks, by_kv, BM)
+        p0 = gl.where(block < 0, first - BM, block * BM)
+        blocks = gl.maximum(block, 0) + 1
         announce((head, p0, first, blocks), turn, queue, told, heard, FACTS)
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, BM * D * 2)

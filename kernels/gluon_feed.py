@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from headscope.kernels.gluon_compat import tma_load
-from headscope.kernels.gluon_dense import place
+from headscope.kernels.gluon_dense import row_block
 from headscope.kernels.gluon_lists import (
     COLUMN_RUN,
     ROWS,
@@ -36,15 +36,9 @@ def _look_up(item, starts_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr
              q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks, block_rows, block_cap, by_kv,
              only_start, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The head and 128 rows of an item, how long each of its lists is, and which its block lists are."""
-    head, rank = place(item, heads, group, row_blocks, by_kv)
-    start = only_start
-    if only_start < 0:
-        start = gl.load(starts_ptr + head // heads_per_sequence)
-    first = kv_len - q_len - start
-    block = gl.cdiv(kv_len - start, ROWS) - 1 - rank
+    head, start, first, block = row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group,
+                                          row_blocks, by_kv, ROWS)
     p0 = block * ROWS
-    # Sequences of one batch have different numbers of row blocks: an item beyond its sequence's first query row has
-    # nothing to read, and stores nothing, because all its rows lie before local row 0.
     real = (block >= 0) & (p0 + ROWS > first)
     p0 = gl.where(real, p0, first - ROWS)
     wide = head.to(gl.int64)

@@ -15,7 +15,16 @@ import torch
 
 from headscope.kernels import triton_plan
 from headscope.kernels.layout import Layout
-from headscope.kernels.triton_common import LOG2E, check_inputs, descriptor, device_ints, packed, pad_dim, precision
+from headscope.kernels.triton_common import (
+    LOG2E,
+    capability,
+    check_inputs,
+    descriptor,
+    device_ints,
+    packed,
+    pad_dim,
+    precision,
+)
 from headscope.kernels.triton_dense import dense_kernel
 from headscope.kernels.triton_sparse import attend_kernel
 
@@ -67,7 +76,7 @@ def dense(
     q, k, v = packed(q), packed(k), packed(v)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, width = k.shape[1], k.shape[2], pad_dim(head_dim)
-    use = settings or dense_settings(width, q.element_size(), _capability(q.device))
+    use = settings or dense_settings(width, q.element_size(), capability(q.device))
     out, lse = _outputs(q, starts, kv_len)
     blocks = _block_span(q_len, kv_len, use.rows)
     dense_kernel[(batch * heads * blocks,)](
@@ -95,7 +104,7 @@ def attend(
     bits = _column_bits(layout, plan)
     heads, q_len, head_dim = q.shape[1], q.shape[2], q.shape[3]
     kv_heads, kv_len, width = k.shape[1], k.shape[2], pad_dim(head_dim)
-    use = settings or sparse_settings(width, q.element_size(), _capability(q.device))
+    use = settings or sparse_settings(width, q.element_size(), capability(q.device))
     out, lse = _outputs(q, layout.starts, kv_len)
     blocks = _block_span(q_len, kv_len, 64)
     lines = layout.columns.shape[1] > 0
@@ -144,11 +153,3 @@ def _outputs(q: torch.Tensor, starts: tuple[int, ...], kv_len: int) -> tuple[tor
 def _block_span(q_len: int, kv_len: int, rows: int) -> int:
     """Row blocks that can hold a query row: those of the last `q_len` positions, whatever the start."""
     return min(-(-kv_len // rows), -(-q_len // rows) + 1)
-
-
-def _capability(device: torch.device) -> int:
-    """Compute capability as one number (90 for sm_90); the newest where the interpreter runs on a CPU."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor

@@ -1,4 +1,5 @@
-"""Primitives shared by the Triton kernels: look-ups in sorted lists, one softmax step, small host helpers.
+"""Primitives shared by the Triton kernels: look-ups in sorted lists, one softmax step, ordered keys, small host
+helpers.
 
 Scores are kept in base 2 with the scale folded in (`scale * log2 e`), so that `exp2` is the only
 transcendental of the loops. Running maxima start at a finite floor: a row that has met no key yet stays free
@@ -71,6 +72,27 @@ def pad_dim(head_dim: int) -> int:
 def steps_for(count: int) -> int:
     """Halvings that a binary search over `count` entries needs."""
     return max(1, int(count).bit_length())
+
+
+@triton.jit
+def ordered_key(value):
+    """An int32 that is ordered as the float32 is, -0 just below +0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of_key(key):
+    """The float32 of an ordered key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability as one number (90 for sm_90); 90 too where the interpreter runs on a CPU."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
 
 
 @lru_cache(maxsize=512)

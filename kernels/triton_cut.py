@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headscope.kernels.triton_common import device_ints
+from headscope.kernels.triton_common import device_ints, ordered_key, value_of_key
 
 CHUNK = 2048
 DIGITS = 4
@@ -19,7 +19,6 @@ DIGITS = 4
 # Kernels read these as compile-time constants.
 BINS = tl.constexpr(256)
 TABLE = tl.constexpr(DIGITS * 256)
-SIGN = tl.constexpr(-(2**31))
 REST = tl.constexpr(2**31 - 1)
 
 
@@ -30,10 +29,10 @@ def _keys(score_ptr, forced_ptr, length_ptr, line, row_size, CHUNK: tl.constexpr
     place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     score = tl.load(score_ptr + line.to(tl.int64) * row_size + place, mask=place < row_size, other=0.0)
     competes = (place >= tl.load(forced_ptr + line)) & (place < tl.load(length_ptr + line))
-    bits = tl.where(score == score, score, float("-inf")).to(tl.int32, bitcast=True)
-    bits = tl.where(bits == SIGN, 0, bits)
-    bits = tl.where(bits < 0, bits, bits ^ REST)
-    return tl.where(competes, bits, -1).to(tl.uint32, bitcast=True)
+    key = ordered_key(tl.where(score == score, score, float("-inf")))
+    # The key of -0 is just below that of 0.
+    key = tl.where(key == -1, 0, key)
+    return tl.where(competes, key ^ REST, -1).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -84,9 +83,8 @@ def _value_kernel(found_ptr, count_ptr, cut_ptr):
     """Turns a key back into its score; a line that wants none gets inf."""
     line = tl.program_id(0)
     bits, _wanted = _read_off(found_ptr + line * 2, count_ptr + line * TABLE + (TABLE - BINS))
-    bits = tl.where(bits < 0, bits, bits ^ REST)
     none = tl.load(found_ptr + line * 2 + 1) <= 0
-    tl.store(cut_ptr + line, tl.where(none, float("inf"), bits.to(tl.float32, bitcast=True)))
+    tl.store(cut_ptr + line, tl.where(none, float("inf"), value_of_key(bits ^ REST)))
 
 
 def cut_values(

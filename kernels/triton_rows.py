@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headscope.kernels.triton_common import ordered_key, value_of_key
+
 _HELD = 16384
 """Scores of a row that are held in registers, 64 a thread; those beyond are read anew for each bound."""
 
@@ -50,19 +52,6 @@ def _count(score, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _key(value):
-    """An int32 that is ordered as the float32 is, -0 just below +0."""
-    bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _reach(base, held, row, scale, bound, MORE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr):
     """How many of the row's scores are `bound` or more."""
     many = _count(held, bound, BLOCK)
@@ -85,22 +74,22 @@ def _cut(base, row, scale, wanted, MORE: tl.constexpr, BLOCK: tl.constexpr, PIEC
             worst = tl.minimum(worst, _worst(score, at, row, PIECE))
             best = tl.maximum(best, tl.max(score, 0))
     # At least `wanted` scores reach `low`, fewer reach what is above `high`: `above` of them.
-    low = _key(worst)
-    high = _key(best)
+    low = ordered_key(worst)
+    high = ordered_key(best)
     above = 0
     step = 0
     while low < high:
         # Half of the integers between two numbers of unlike sign or size lie near 0, so values are halved at first.
-        middle = tl.minimum(tl.maximum(_key(0.5 * _value(low) + 0.5 * _value(high)), low + 1), high)
+        middle = tl.minimum(tl.maximum(ordered_key(0.5 * value_of_key(low) + 0.5 * value_of_key(high)), low + 1), high)
         middle = tl.where(step < 8, middle, (low | high) - ((low ^ high) >> 1))
         # The key of -0 in place of that of +0.
-        bound = _value(tl.where(middle == 0, -1, middle))
+        bound = value_of_key(tl.where(middle == 0, -1, middle))
         many = _reach(base, held, row, scale, bound, MORE, BLOCK, PIECE)
         low = tl.where(many >= wanted, middle, low)
         high = tl.where(many > wanted, high, tl.where(many == wanted, middle, middle - 1))
         above = tl.where(many > wanted, above, tl.where(many == wanted, 0, many))
         step += 1
-    return _value(low), wanted - above
+    return value_of_key(low), wanted - above
 
 
 @triton.jit(do_not_specialize=("first", "sixteens", "table_rows", "table_columns", "budget"))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headscope.kernels.triton_common import FLOOR, LOG2E, descriptor, pad_dim, precision
+from headscope.kernels.triton_common import FLOOR, LOG2E, capability, descriptor, pad_dim, precision
 
 SPLITS = 32
 
@@ -238,10 +238,10 @@ def _distances_kernel(
     tl.store(out_ptr + slot.to(tl.int64) * span + distance, total, mask=distance < span)
 
 
-def warps_for(capability: int) -> int:
+def warps_for(generation: int) -> int:
     """Warps of the passes over K: where products do not take their operands from shared memory, as from Hopper on,
     eight have too few registers each."""
-    return 8 if capability >= 90 else 4
+    return 8 if generation >= 90 else 4
 
 
 @dataclass(frozen=True)
@@ -271,13 +271,6 @@ class Sampled:
     @property
     def chunks(self) -> int:
         return -(-self.rows.shape[1] // 64)
-
-    @property
-    def capability(self) -> int:
-        """Such as 90; 0 without a GPU."""
-        device = self.q.device
-        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        return 10 * major + minor
 
     def _pointers(self) -> tuple[Any, ...]:
         return self.q, self.keys, self.rows, self.heads, self.starts, self.top, self.total
@@ -311,7 +304,7 @@ def norms(
     )  # fmt: skip
     _norm_kernel[(lines, splits, chunks)](
         *sampled._pointers(), *sampled._sizes(), tiles, -(-tiles // splits), chunks, sampled.unit,
-        **sampled._constants(), num_warps=warps_for(sampled.capability),
+        **sampled._constants(), num_warps=warps_for(capability(sampled.q.device)),
     )  # fmt: skip
     return sampled
 
@@ -325,7 +318,7 @@ def tail(sampled: Sampled, by_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
     _tail_kernel[(column.shape[0], -(-sampled.tiles // per_program))](
         *sampled._pointers(), column, distance, *sampled._sizes(), span, sampled.tiles, per_program, sampled.unit,
         **sampled._constants(), BY_MAX=by_max, SPLITS=sampled.top.shape[2],
-        num_warps=warps_for(sampled.capability),
+        num_warps=warps_for(capability(sampled.q.device)),
     )  # fmt: skip
     return column, distance
 

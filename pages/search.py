@@ -285,25 +285,9 @@ def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target:
             "missed mass, worst prompt", state.colours(), clicks=True,
         )  # fmt: skip
         widgets.figure(
-            drawn, "search-heads", f"Layers by heads of the choice: {families}.", lambda: heads_frame(found, allocation)
-        )
-
-
-def heads_frame(found: Found, allocation: Allocation) -> pl.DataFrame:
-    """The choice, one head a row."""
-    ms, loss = found.table.head_ms(found.cost), found.table.loss()
-    rows = []
-    for at, layer in enumerate(found.table.layers):
-        for head in range(found.table.heads):
-            number = int(allocation.picked[at, head])
-            rows.append(
-                {
-                    "layer": layer, "head": head, "pattern": words.label(found.settings.grid.candidates[number]),
-                    "missed_mass_worst_prompt": float(loss[at, head, number]),
-                    ("predicted_ms" if found.unit == "ms" else "computed_tiles"): float(ms[at, head, number]),
-                }
-            )  # fmt: skip
-    return pl.DataFrame(rows)
+            drawn, "search-heads", f"Layers by heads of the choice: {families}.",
+            lambda: search_view.heads_frame(found, allocation),
+        )  # fmt: skip
 
 
 def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:

@@ -40,6 +40,7 @@ from headscope.engine.search_measure import (
 from headscope.engine.search_source import ModelSource, encode_prompts
 from headscope.engine.search_table import Allocation, Prediction, Table, Target, allocate, fronts, predict
 from headscope.studio import prompts as texts
+from headscope.studio import words
 from headscope.studio.draft import Draft
 from headscope.studio.draft import Grid as Patterns
 from headscope.studio.jobs import Context
@@ -137,8 +138,8 @@ def home() -> Path:
 
 def folder_of(plan: Plan, fingerprint: str, estimator: Estimator) -> Path:
     """The run folder: the same search again finds what was measured before."""
-    words = [plan.model, fingerprint, plan.grid.digest(), estimator.to_dict(), plan.chat]
-    return home() / hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+    named = [plan.model, fingerprint, plan.grid.digest(), estimator.to_dict(), plan.chat]
+    return home() / hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
 def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
@@ -340,3 +341,20 @@ def figures(found: Found, allocation: Allocation, target: Target) -> dict[str, A
 
 def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def heads_frame(found: Found, allocation: Allocation) -> pl.DataFrame:
+    """The choice, one head a row."""
+    ms, loss = found.table.head_ms(found.cost), found.table.loss()
+    rows = []
+    for at, layer in enumerate(found.table.layers):
+        for head in range(found.table.heads):
+            number = int(allocation.picked[at, head])
+            rows.append(
+                {
+                    "layer": layer, "head": head, "pattern": words.label(found.settings.grid.candidates[number]),
+                    "missed_mass_worst_prompt": float(loss[at, head, number]),
+                    ("predicted_ms" if found.unit == "ms" else "computed_tiles"): float(ms[at, head, number]),
+                }
+            )  # fmt: skip
+    return pl.DataFrame(rows)

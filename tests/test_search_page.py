@@ -16,7 +16,7 @@ from headscope.engine.estimator import Estimator
 from headscope.engine.model import LoadedModel
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_grid import SAMPLING, default_grid
-from headscope.engine.search_table import Target
+from headscope.engine.search_table import Allocation, Target
 from headscope.studio import search_view, state, words
 from headscope.studio.lab import Lab
 from headscope.studio.search_view import Plan
@@ -166,6 +166,25 @@ def test_the_figures_of_a_choice_are_the_engines(held: Lab) -> None:
     assert f"{words.count(len(allocation.stayed_dense), 'head')} with no candidate" in text
     kinds = [found.settings.grid.candidates[int(number)].kind for number in allocation.picked.ravel()]
     assert all(f"{kinds.count(kind)} {kind}" in text for kind in set(kinds))
+    _check_download(found, allocation, losses)
+
+
+def _check_download(found: search_view.Found, allocation: Allocation, losses: np.ndarray) -> None:
+    """The figure's numbers, a head a row: the candidate, its loss on the worst prompt, its cost, mean over prompts."""
+    rows = search_view.heads_frame(found, allocation).to_dicts()
+    places = [(layer, head) for layer in range(len(found.table.layers)) for head in range(found.table.heads)]
+    assert [(row["layer"], row["head"]) for row in rows] == [(found.table.layers[at], head) for at, head in places]
+    cells = found.table.stats["tile_cells"]
+    for row, (at, head) in zip(rows, places, strict=True):
+        number = int(allocation.picked[at, head])
+        pattern = found.settings.grid.candidates[number]
+        assert row["pattern"] == words.label(pattern)
+        assert row["missed_mass_worst_prompt"] == pytest.approx(losses[:, at, head].max(), abs=1e-5)
+        costs = [
+            float(np.ravel(found.cost.head_ms(pattern, n, cells[prompt, at, head, number]))[0])
+            for prompt, n in enumerate(found.table.tokens)
+        ]
+        assert row["predicted_ms"] == pytest.approx(sum(costs) / len(costs))
 
 
 def test_the_draft_samples_as_the_search_did(held: Lab) -> None:
