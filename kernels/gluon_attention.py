@@ -30,11 +30,13 @@ BY_BLOCK_ROWS = 12_288
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """Keys per tile, stages, consumer warpgroups of 64 rows, registers of a consumer thread."""
+    """Keys per tile, stages, consumer warpgroups of 64 rows, whether sums of a row stay with its threads until the end,
+    registers of a consumer thread."""
 
     keys: int
     stages: int
     groups: int
+    own_sums: bool
     registers: int
 
 
@@ -53,8 +55,8 @@ SPARSE = {64: SparseConfig(4, 3, 6), 128: SparseConfig(2, 3, 3), 256: SparseConf
 def dense_config(head_dim: int) -> DenseConfig:
     """What ran fastest on an H200 (NOTES.md)."""
     if head_dim == 64:
-        return DenseConfig(64, 6, 3, 152)
-    return DenseConfig(128, 3, 2, 240) if head_dim == 128 else DenseConfig(64, 2, 2, 240)
+        return DenseConfig(64, 6, 3, True, 160)
+    return DenseConfig(128, 3, 2, False, 240) if head_dim == 128 else DenseConfig(64, 2, 2, False, 240)
 
 
 def serves(q: torch.Tensor) -> str | None:
@@ -98,8 +100,8 @@ def dense(
         descriptor(q3, 64, dim), descriptor(k3, config.keys, dim), descriptor(v3, config.keys, dim),
         out, lse, device_ints(starts, q.device), _counter(q.device), scale * LOG2E, q_len, k.shape[2], batch * heads,
         heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS), _only(starts), BN=config.keys, D=dim,
-        STAGES=config.stages, GROUPS=config.groups, CONSUMER_REGISTERS=config.registers, num_warps=4,
-        enable_fp_fusion=True,
+        STAGES=config.stages, GROUPS=config.groups, OWN_SUMS=config.own_sums, CONSUMER_REGISTERS=config.registers,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 

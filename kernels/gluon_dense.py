@@ -1,10 +1,10 @@
 """Dense causal attention with LSE for Hopper (sm_90a), in Gluon.
 
 An item is one query head and 64 * GROUPS query rows, and a program takes one item after another (`gluon_queue.py`):
-GROUPS consumer warpgroups of 64 rows each and a one-warp TMA producer, K/V tiles of BN keys in STAGES buffers. The
-diagonal tiles come first and are the only masked ones; then the score product of tile i runs beside the value product
-of tile i - 1. Softmax is in base 2 with the scale folded in. Algorithm: Dao 2023 (FlashAttention-2), Shah et al. 2024
-(FlashAttention-3).
+GROUPS consumer warpgroups of 64 rows each and a one-warp TMA producer, in STAGES buffers of BN keys. The diagonal tiles
+come first and are the only masked ones; then the score product of tile i runs beside the value product of tile i - 1,
+and both come in one stage: one barrier says that they are there, one that they have been read. Softmax is in base 2
+with the scale folded in. Algorithm: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
 
 Shapes: q, o [B*Hq, S, D]; k, v [B*Hkv, T, D]; lse fp32 [B*Hq, S], natural log. Own positions as in
 `layout.py`: key j of sequence b lies at row starts[b] + j, query row s at own position T - S - starts[b] + s.
@@ -62,7 +62,8 @@ def store_rows(values, o_ptr, head, row, length, D: gl.constexpr, OL: gl.constex
 @gluon.jit
 def row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
               BM: gl.constexpr):
-    """The head of an item, its sequence's start, the own position of local row 0, and which block of BM rows it is.
+    """The head of an item, its sequence's start, the own position of local row 0, which block of BM rows it is, whether
+    it has rows to compute, and the own position of its first row.
 
     Sequences of one batch have different numbers of row blocks: an item may lie beyond its sequence's first query row.
     It stores nothing, because all its rows lie before local row 0.
@@ -71,39 +72,51 @@ def row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequ
     start = only_start
     if only_start < 0:
         start = gl.load(starts_ptr + head // heads_per_sequence)
-    return head, start, kv_len - q_len - start, gl.cdiv(kv_len - start, BM) - 1 - rank
+    first = kv_len - q_len - start
+    block = gl.cdiv(kv_len - start, BM) - 1 - rank
+    real = (block >= 0) & (block * BM + BM > first)
+    return head, start, first, block, real, gl.where(real, block * BM, first - BM)
 
 
 @gluon.jit
-def _producer(q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told,
-              counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
-              BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _tile(i, p0, DIAGONAL: gl.constexpr, BN: gl.constexpr):
+    """First key of an item's i-th tile: the DIAGONAL tiles upwards, then those before the rows downwards."""
+    return gl.where(i < DIAGONAL, p0 + i * BN, p0 - (i - DIAGONAL + 1) * BN)
+
+
+@gluon.jit
+def _producer(q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, counter_ptr, starts_ptr,
+              only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv, BN: gl.constexpr,
+              D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     BM: gl.constexpr = 64 * GROUPS
     DIAGONAL: gl.constexpr = BM // BN
+    TILE_BYTES: gl.constexpr = BN * D * 2
     st = 0
     ph = 1
     turn = 0
     item = gl.program_id(0)
     while item < heads * row_blocks:
-        head, start, first, block = row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence,
-                                              group, row_blocks, by_kv, BM)
-        p0 = gl.where(block < 0, first - BM, block * BM)
-        blocks = gl.maximum(block, 0) + 1
+        head, start, first, block, real, p0 = row_block(item, starts_ptr, only_start, q_len, kv_len, heads,
+                                                        heads_per_sequence, group, row_blocks, by_kv, BM)
+        blocks = gl.where(real, block, 0) + 1
         announce((head, p0, first, blocks), turn, queue, told, heard, FACTS)
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, BM * D * 2)
         for g in gl.static_range(GROUPS):
             tma_load(q_d, [head, p0 - first + g * 64, 0], q_full, q_s.index(g))
-        for i in range(blocks * DIAGONAL):
-            c = start + p0 - (i - DIAGONAL + 1) * BN
-            if i < DIAGONAL:
-                c = start + p0 + i * BN
-            mbarrier.wait(k_empty.index(st), ph)
-            mbarrier.expect(k_full.index(st), BN * D * 2)
-            tma_load(k_d, [head // group, c, 0], k_full.index(st), k_s.index(st))
-            mbarrier.wait(v_empty.index(st), ph)
-            mbarrier.expect(v_full.index(st), BN * D * 2)
-            tma_load(v_d, [head // group, c, 0], v_full.index(st), v_s.index(st))
+        tiles = blocks * DIAGONAL
+        for i in range(tiles + 1):
+            mbarrier.wait(empty.index(st), ph)
+            if (i == 0) | (i == tiles):
+                mbarrier.expect(full.index(st), TILE_BYTES)
+            else:
+                mbarrier.expect(full.index(st), 2 * TILE_BYTES)
+            if i < tiles:
+                key = start + _tile(i, p0, DIAGONAL, BN)
+                tma_load(k_d, [head // group, key, 0], full.index(st), k_s.index(st))
+            if i > 0:
+                key = start + _tile(i - 1, p0, DIAGONAL, BN)
+                tma_load(v_d, [head // group, key, 0], full.index(st), v_s.index(st))
             st, ph = next_stage(st, ph, STAGES)
         turn += 1
         item = take(counter_ptr)
@@ -111,34 +124,59 @@ def _producer(q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_
 
 
 @gluon.jit
-def _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p, rows, columns, scale,
-          BN: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
-          PL: gl.constexpr):
+def _row_max(s, BN: gl.constexpr, OWN_SUMS: gl.constexpr):
+    """[64]. Eight short chains in place of one long one, where products bound a step and not exponentials."""
+    if OWN_SUMS:
+        return gl.max(s, 1)
+    else:
+        # A thread holds keys 8 b + 2 c + d of its row for one c: first over some of its b, last over the threads.
+        return gl.max(gl.max(gl.max(gl.max(s.reshape([64, 4, BN // 32, 4, 2]), 2), 3), 1), 1)
+
+
+@gluon.jit
+def _row_sum(weights, BN: gl.constexpr, OWN_SUMS: gl.constexpr):
+    """[64], or with OWN_SUMS [64, 4]: what each of a row's four threads holds."""
+    if OWN_SUMS:
+        return gl.sum(gl.sum(weights.reshape([64, BN // 8, 4, 2]), 3), 1)
+    else:
+        return gl.sum(weights, 1)
+
+
+@gluon.jit
+def _like_sum(x, total, OWN_SUMS: gl.constexpr):
+    """Values [64] of the rows, in the shape of a `_row_sum`."""
+    if OWN_SUMS:
+        return gl.convert_layout(x, gl.SliceLayout(1, total.type.layout))[:, None]
+    else:
+        return x
+
+
+@gluon.jit
+def _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, scale, BN: gl.constexpr, D: gl.constexpr,
+          OWN_SUMS: gl.constexpr, MASK: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr):
     """Scores of this tile [64, BN] beside the value product of the tile before."""
     zero = gl.zeros([64, BN], gl.float32, SL)
-    mbarrier.wait(k_full.index(st), ph)
+    mbarrier.wait(full.index(st), ph)
     s_t = warpgroup_mma(q, k_s.index(st).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(pst), pph)
-    o_t = warpgroup_mma(p, v_s.index(pst).reshape([BN, D]), acc, is_async=True)
+    o_t = warpgroup_mma(p, v_s.index(st).reshape([BN, D]), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_t])
-    mbarrier.arrive(k_empty.index(st))
     if MASK:
         s = gl.where(rows[:, None] >= columns[None, :], s, float("-inf"))
-    top = gl.maximum(m, gl.max(s, 1) * scale)
+    top = gl.maximum(m, gl.convert_layout(_row_max(s, BN, OWN_SUMS), gl.SliceLayout(1, SL)) * scale)
     shrink = gl.exp2(m - top)
     weights = gl.exp2(s * scale - top[:, None])
-    total = total * shrink + gl.sum(weights, 1)
+    total = total * _like_sum(shrink, total, OWN_SUMS) + _row_sum(weights, BN, OWN_SUMS)
     p = gl.convert_layout(weights.to(k_s.dtype), PL)
     acc = warpgroup_mma_wait(0, deps=[o_t])
-    mbarrier.arrive(v_empty.index(pst))
+    mbarrier.arrive(empty.index(st))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OL))[:, None]
     return acc, top, total, p
 
 
 @gluon.jit
-def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told, o_ptr, lse_ptr,
-              q_len, scale, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-              GROUPS: gl.constexpr):
+def _consumer(q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
+              G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+              OWN_SUMS: gl.constexpr):
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -158,38 +196,34 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
         columns = p0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
         mbarrier.wait(q_full, turn & 1)
         # The first diagonal tile has no value product before it. Every row has its column p0 or an earlier one.
-        mbarrier.wait(k_full.index(st), ph)
+        mbarrier.wait(full.index(st), ph)
         zero = gl.zeros([64, BN], gl.float32, SL)
         s_t = warpgroup_mma(q, k_s.index(st).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s_t])
-        mbarrier.arrive(k_empty.index(st))
+        mbarrier.arrive(empty.index(st))
+        st, ph = next_stage(st, ph, STAGES)
         s = gl.where(rows[:, None] >= columns[None, :], s, float("-inf"))
         m = gl.maximum(gl.max(s, 1) * scale, FLOOR)
         weights = gl.exp2(s * scale - m[:, None])
-        total = gl.sum(weights, 1)
+        total = _row_sum(weights, BN, OWN_SUMS)
         p = gl.convert_layout(weights.to(k_s.dtype), PL)
         acc = gl.zeros([64, D], gl.float32, OL)
-        # Sums, not names for the same values: Triton does not carry a name through a loop that way.
-        pst = st + 0
-        pph = ph + 0
-        st, ph = next_stage(st, ph, STAGES)
         for i in gl.static_range(1, DIAGONAL):
-            acc, m, total, p = _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p,
-                                     rows, columns + i * BN, scale, BN, D, True, SL, OL, PL)
-            pst = st + 0
-            pph = ph + 0
+            acc, m, total, p = _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns + i * BN, scale,
+                                     BN, D, OWN_SUMS, True, SL, OL, PL)
             st, ph = next_stage(st, ph, STAGES)
         for _ in range(DIAGONAL, blocks * DIAGONAL):
-            acc, m, total, p = _step(q, k_s, v_s, k_full, k_empty, v_full, v_empty, st, ph, pst, pph, acc, m, total, p,
-                                     rows, columns, scale, BN, D, False, SL, OL, PL)
-            pst = st
-            pph = ph
+            acc, m, total, p = _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, scale, BN, D,
+                                     OWN_SUMS, False, SL, OL, PL)
             st, ph = next_stage(st, ph, STAGES)
         mbarrier.arrive(q_empty)
-        mbarrier.wait(v_full.index(pst), pph)
-        o_t = warpgroup_mma(p, v_s.index(pst).reshape([BN, D]), acc, is_async=True)
+        mbarrier.wait(full.index(st), ph)
+        o_t = warpgroup_mma(p, v_s.index(st).reshape([BN, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[o_t])
-        mbarrier.arrive(v_empty.index(pst))
+        mbarrier.arrive(empty.index(st))
+        st, ph = next_stage(st, ph, STAGES)
+        if OWN_SUMS:
+            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SL))
         own = rows - first
         gl.store(lse_ptr + head.to(gl.int64) * q_len + own, (m + gl.log2(total)) * LN2, mask=(own >= 0) & (own < q_len))
         share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))
@@ -204,7 +238,8 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
 ])
 def dense_kernel(q_d, k_d, v_d, o_ptr, lse_ptr, starts_ptr, counter_ptr, scale, q_len, kv_len, heads,
                  heads_per_sequence, group, row_blocks, by_kv, only_start, BN: gl.constexpr, D: gl.constexpr,
-                 STAGES: gl.constexpr, GROUPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr):
+                 STAGES: gl.constexpr, GROUPS: gl.constexpr, OWN_SUMS: gl.constexpr,
+                 CONSUMER_REGISTERS: gl.constexpr):
     """Grid: as many programs as multiprocessors, at most heads * row_blocks; counter_ptr holds a 0.
 
     `scale` is the softmax scale times log2(e); heads = B * Hq; `only_start` is every sequence's start, or -1 where they
@@ -218,40 +253,36 @@ def dense_kernel(q_d, k_d, v_d, o_ptr, lse_ptr, starts_ptr, counter_ptr, scale, 
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=GROUPS)
     for i in gl.static_range(2):
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(heard.index(i), count=GROUPS)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told, o_ptr,
-                         lse_ptr, q_len, scale, 0, BN, D, STAGES, GROUPS)),
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told, o_ptr,
-                         lse_ptr, q_len, scale, 1, BN, D, STAGES, GROUPS)),
-            (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard,
-                         told, counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group,
-                         row_blocks, by_kv, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
+                         0, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
+                         1, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, counter_ptr,
+                         starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
+                         BN, D, STAGES, GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told, o_ptr,
-                         lse_ptr, q_len, scale, 0, BN, D, STAGES, GROUPS)),
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told, o_ptr,
-                         lse_ptr, q_len, scale, 1, BN, D, STAGES, GROUPS)),
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard, told, o_ptr,
-                         lse_ptr, q_len, scale, 2, BN, D, STAGES, GROUPS)),
-            (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, queue, heard,
-                         told, counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group,
-                         row_blocks, by_kv, BN, D, STAGES, GROUPS)),
+            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
+                         0, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
+                         1, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
+                         2, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, counter_ptr,
+                         starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
+                         BN, D, STAGES, GROUPS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])

@@ -36,11 +36,8 @@ def _look_up(item, starts_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr
              q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks, block_rows, block_cap, by_kv,
              only_start, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The head and 128 rows of an item, how long each of its lists is, and which its block lists are."""
-    head, start, first, block = row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group,
-                                          row_blocks, by_kv, ROWS)
-    p0 = block * ROWS
-    real = (block >= 0) & (p0 + ROWS > first)
-    p0 = gl.where(real, p0, first - ROWS)
+    head, start, first, block, real, p0 = row_block(item, starts_ptr, only_start, q_len, kv_len, heads,
+                                                    heads_per_sequence, group, row_blocks, by_kv, ROWS)
     wide = head.to(gl.int64)
     windows = 0
     bands = 0
