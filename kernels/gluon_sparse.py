@@ -11,9 +11,8 @@ warpgroups of 64 rows, which are the row blocks of `layout.py`, and a one-warp T
 - blocks: listed tiles; block sizes that are no multiple of 128 keep one list per 64 rows and a ring of their own.
 
 A cell counts once: blocks go before bands, bands before windows, windows before columns. Each step computes its
-scores beside the value product of the step before; the first step's value product has weights 0. The row blocks take
-turns at starting products, so that the softmax of one runs beside the products of the other. Outputs leave through a
-stage that the producer hands over without keys.
+scores beside the value product of the step before; the first step's value product has weights 0. Outputs leave through
+a stage that the producer hands over without keys.
 
 K is stored in pieces of 64 keys by 64 dimensions, consecutive slots side by side, so that two slots form one
 128-key operand wherever they start; V is stored in slots of 64 keys by D.
@@ -199,7 +198,7 @@ def _shares(acc, m, total, own, lse_ptr, head, q_len, DTYPE: gl.constexpr, OL: g
 
 
 @gluon.jit
-def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, order, queue, heard,
+def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard,
               told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr, scale,
               q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, G: gl.constexpr,
               D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
@@ -214,7 +213,6 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, SL))
     st = 0
     ph = 0
-    order_ph = 1 - G
     turn = 0
     wait_for(turn, told)
     head = fact(0, turn, queue, FACTS)
@@ -254,11 +252,8 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
             entry = 0
             piece = 0
             for i in range(steps):
-                mbarrier.wait(order.index(G), order_ph)
                 s0, s1, o_t = issue(q_s, k_s, v_s, k_full.index(st), ph, v_full.index(pst), pph,
                                     st * HALVES * SLOTS + shift, slot, acc, p0_, p1_, G, D, PAIR, SLOTS, SL)
-                mbarrier.arrive(order.index(1 - G))
-                order_ph = order_ph ^ 1
                 # Everything that a step must look up is looked up while the products run.
                 key = first_key(kind, origin, list_ptr, factor, entry, piece, pitch)
                 entry, piece = next_piece(entry, piece, pieces)
@@ -333,7 +328,6 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     handover = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     queue = gl.allocate_shared_memory(gl.int32, [2 * FACTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -348,7 +342,6 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
     mbarrier.init(q_empty, count=2)
     mbarrier.init(handover, count=2)
     for i in gl.static_range(2):
-        mbarrier.init(order.index(i), count=1)
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(heard.index(i), count=2)
     for i in gl.static_range(STAGES):
@@ -360,13 +353,13 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
         mbarrier.init(ring.index(i), count=1)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     gl.warp_specialize([
-        (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, order, queue,
-                     heard, told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr,
-                     blocks_ptr, scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 0, D,
+        (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard,
+                     told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr,
+                     scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 0, D,
                      STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
-        (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, order, queue,
-                     heard, told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr,
-                     blocks_ptr, scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 1, D,
+        (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard,
+                     told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr,
+                     scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 1, D,
                      STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
         (produce, (q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring,
                    handover, queue, heard, told, counter_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
