@@ -40,7 +40,8 @@ _LONG = 2**19
 
 @dataclass(frozen=True)
 class Row:
-    """One timed thing. Times in milliseconds; `spread_ms` is the distance between the quartiles.
+    """One timed thing. Times in milliseconds; `spread_ms` is the distance between the quartiles, `index_spread_ms` that
+    of its index.
 
     `density` is computed over causal pairs; `tflops` counts 4 D operations per computed pair; `to_baseline` is the
     baseline's median over this one's, index apart; `with_index` the same with `index_ms` added. `index` says whose
@@ -58,6 +59,7 @@ class Row:
     tflops: float
     to_baseline: float
     index_ms: float | None = None
+    index_spread_ms: float | None = None
     with_index: float | None = None
     to_flex: float | None = None
     error: float | None = None
@@ -300,7 +302,7 @@ class Timed:
         for name in ("baseline", "dense", *layouts):
             taken, passed = times[name], checked.get(name, _Checked(None, None))
             pairs = int(counts.pairs(layouts[name]).sum()) if name in layouts else causal
-            index = times[f"index {name}"].median if name in layouts else None
+            index = times.get(f"index {name}")
             flex = times.get(f"flex {name}")
             rows.append(
                 Row(
@@ -313,8 +315,9 @@ class Timed:
                     density=pairs / causal,
                     tflops=4 * dim * pairs / taken.median / 1e9,
                     to_baseline=base / taken.median,
-                    index_ms=index,
-                    with_index=None if index is None else base / (taken.median + index),
+                    index_ms=None if index is None else index.median,
+                    index_spread_ms=None if index is None else index.spread,
+                    with_index=None if index is None else base / (taken.median + index.median),
                     to_flex=None if flex is None else flex.median / taken.median,
                     error=passed.error,
                     index=choice.get(name),

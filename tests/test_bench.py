@@ -47,7 +47,7 @@ def test_command_writes_json(tmp_path: Path) -> None:
         "--cases",
         "vs 30/800",
         "--repeats",
-        "1",
+        "2",
         "--json",
         str(target),
     ]
@@ -59,6 +59,10 @@ def test_command_writes_json(tmp_path: Path) -> None:
     sparse = [row for row in report["rows"] if row["name"] == "vs 30/800" and row["length"] == 1024]
     assert 0 < sparse[0]["density"] <= 1 and sparse[0]["index_ms"] > 0 and sparse[0]["error"] < 1e-5
     assert sparse[0]["index"] == bench.FIXED and 0 < sparse[0]["missed_mean"] <= sparse[0]["missed_worst"] < 1
+    (base,) = (row for row in report["rows"] if row["name"] == "baseline" and row["length"] == 1024)
+    both = sparse[0]["median_ms"] + sparse[0]["index_ms"]
+    assert sparse[0]["with_index"] == pytest.approx(base["median_ms"] / both) and base["index_spread_ms"] is None
+    assert sparse[0]["index_spread_ms"] > 0 and sparse[0]["rounds"] == 2
     assert set(report["crossovers"]) == {"vs 30/800"}
     assert report["planted"][0]["columns_found"] == 1.0 and report["planted"][0]["distances_found"] == 1.0
 
