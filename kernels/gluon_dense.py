@@ -85,9 +85,10 @@ def _tile(i, p0, DIAGONAL: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _producer(q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, counter_ptr, starts_ptr,
-              only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv, BN: gl.constexpr,
-              D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _producer(q_d, k_d, v_d, shared, items, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              GROUPS: gl.constexpr):
+    q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told = shared
+    counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv = items
     BM: gl.constexpr = 64 * GROUPS
     DIAGONAL: gl.constexpr = BM // BN
     TILE_BYTES: gl.constexpr = BN * D * 2
@@ -174,9 +175,10 @@ def _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, sca
 
 
 @gluon.jit
-def _consumer(q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
-              G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-              OWN_SUMS: gl.constexpr):
+def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              GROUPS: gl.constexpr, OWN_SUMS: gl.constexpr):
+    q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told = shared
+    o_ptr, lse_ptr, q_len, scale = output
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -264,25 +266,19 @@ def dense_kernel(q_d, k_d, v_d, o_ptr, lse_ptr, starts_ptr, counter_ptr, scale, 
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
+    shared = (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told)
+    output = (o_ptr, lse_ptr, q_len, scale)
+    items = (counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
-                         0, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
-                         1, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, counter_ptr,
-                         starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
-                         BN, D, STAGES, GROUPS)),
+            (_consumer, (shared, output, 0, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (shared, output, 1, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_producer, (q_d, k_d, v_d, shared, items, BN, D, STAGES, GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
-                         0, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
-                         1, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_consumer, (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, o_ptr, lse_ptr, q_len, scale,
-                         2, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_producer, (q_d, k_d, v_d, q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told, counter_ptr,
-                         starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
-                         BN, D, STAGES, GROUPS)),
+            (_consumer, (shared, output, 0, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (shared, output, 1, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (shared, output, 2, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_producer, (q_d, k_d, v_d, shared, items, BN, D, STAGES, GROUPS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])
