@@ -60,14 +60,14 @@ def store_rows(values, o_ptr, head, row, length, D: gl.constexpr, OL: gl.constex
 
 
 @gluon.jit
-def row_block(item, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv,
-              BM: gl.constexpr):
+def row_block(item, items, BM: gl.constexpr):
     """The head of an item, its sequence's start, the own position of local row 0, which block of BM rows it is, whether
     it has rows to compute, and the own position of its first row.
 
     Sequences of one batch have different numbers of row blocks: an item may lie beyond its sequence's first query row.
     It stores nothing, because all its rows lie before local row 0.
     """
+    _counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv = items
     head, rank = place(item, heads, group, row_blocks, by_kv)
     start = only_start
     if only_start < 0:
@@ -88,7 +88,7 @@ def _tile(i, p0, DIAGONAL: gl.constexpr, BN: gl.constexpr):
 def _producer(q_d, k_d, v_d, shared, items, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               GROUPS: gl.constexpr):
     q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told = shared
-    counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv = items
+    counter_ptr, _starts, _start, _q_len, _kv_len, heads, _heads_per_sequence, group, row_blocks, _by_kv = items
     BM: gl.constexpr = 64 * GROUPS
     DIAGONAL: gl.constexpr = BM // BN
     TILE_BYTES: gl.constexpr = BN * D * 2
@@ -97,8 +97,7 @@ def _producer(q_d, k_d, v_d, shared, items, BN: gl.constexpr, D: gl.constexpr, S
     turn = 0
     item = gl.program_id(0)
     while item < heads * row_blocks:
-        head, start, first, block, real, p0 = row_block(item, starts_ptr, only_start, q_len, kv_len, heads,
-                                                        heads_per_sequence, group, row_blocks, by_kv, BM)
+        head, start, first, block, real, p0 = row_block(item, items, BM)
         blocks = gl.where(real, block, 0) + 1
         announce((head, p0, first, blocks), turn, queue, told, heard, FACTS)
         mbarrier.wait(q_empty, (turn & 1) ^ 1)

@@ -32,12 +32,12 @@ whether there are blocks, and uneven columns; the block size; per row block whic
 
 
 @gluon.jit
-def _look_up(item, starts_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr, block_count_ptr, block_head_ptr,
-             q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks, block_rows, block_cap, by_kv,
-             only_start, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
+def _look_up(item, items, tables, caps, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The head and 128 rows of an item, how long each of its lists is, and which its block lists are."""
-    head, start, first, block, real, p0 = row_block(item, starts_ptr, only_start, q_len, kv_len, heads,
-                                                    heads_per_sequence, group, row_blocks, by_kv, ROWS)
+    (_windows_ptr, _bands_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr, _blocks_ptr, block_count_ptr,
+     block_head_ptr) = tables
+    table_blocks, _window_cap, _band_cap, block_rows, block_cap = caps
+    head, start, first, block, real, p0 = row_block(item, items, ROWS)
     wide = head.to(gl.int64)
     windows = 0
     bands = 0
@@ -118,12 +118,13 @@ def _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks_ptr, halves, size, st, ph
 
 
 @gluon.jit
-def produce(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring,
-              handover, queue, heard, told, counter_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
-              counts_ptr, sinks_ptr, uneven_ptr, blocks_ptr, block_count_ptr, block_head_ptr, q_len, kv_len, heads,
-              heads_per_sequence, group, row_blocks, table_blocks, window_cap, band_cap, block_rows, block_cap, by_kv,
-              only_start, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
-              HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+def produce(source, shared, items, tables, caps, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+            RING: gl.constexpr, HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+    q_d, k_d, v_d, kc_d, vc_d = source
+    (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told) = shared
+    counter_ptr, _starts, _start, _q_len, _kv_len, heads, _heads_per_sequence, group, row_blocks, _by_kv = items
+    windows_ptr, bands_ptr, _band_count, _counts, _sinks, _uneven, blocks_ptr, _block_count, _block_head = tables
+    _table_blocks, window_cap, band_cap, _block_rows, block_cap = caps
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
     WIDTH: gl.constexpr = 64 * PAIR
@@ -134,9 +135,7 @@ def produce(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k
     while item < heads * row_blocks:
         (head, p0, first, start, windows, bands, columns, sink, tile_blocks, halves0, halves1, listed0, listed1,
          blocked, uneven, size, list0, list1) = _look_up(
-            item, starts_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr, block_count_ptr, block_head_ptr,
-            q_len, kv_len, heads, heads_per_sequence, group, row_blocks, table_blocks, block_rows, block_cap, by_kv,
-            only_start, WIDTH, OVERLAPS)
+            item, items, tables, caps, WIDTH, OVERLAPS)
         announce((head, p0, first, windows, bands, columns, sink, tile_blocks, halves0, halves1, listed0, listed1,
                   gl.where(blocked, 1, 0), gl.where(uneven, 1, 0), size, list0, list1), turn, queue, told, heard, FACTS)
         kv_head = head // group
@@ -144,6 +143,8 @@ def produce(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k
         blocks1_ptr = blocks_ptr + list1.to(gl.int64) * block_cap
         my_bands_ptr = bands_ptr + head.to(gl.int64) * band_cap * 2
         my_windows_ptr = windows_ptr + head.to(gl.int64) * window_cap
+        lists = (my_bands_ptr, bands, my_windows_ptr, windows, columns, sink, uneven, blocks0_ptr, tile_blocks, blocked,
+                 size)
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, ROWS * D * 2)
         for g in gl.static_range(2):
@@ -166,8 +167,7 @@ def produce(q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k
             later = number >= bands + 3
             run = gl.where(later, number - bands - 3, number)
             kind, steps, origin, _lo, _hi, _stop, list_ptr, factor, pieces, pitch = list_run(
-                run, later, p0, my_bands_ptr, bands, my_windows_ptr, windows, columns, sink, uneven, blocks0_ptr,
-                tile_blocks, blocked, size, WIDTH, OVERLAPS)
+                run, later, p0, lists, WIDTH, OVERLAPS)
             entry = 0
             piece = 0
             for _ in range(steps):

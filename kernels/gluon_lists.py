@@ -18,8 +18,7 @@ BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN, SINK_RUN = (gl.constexpr(kind) for 
 
 
 @gluon.jit
-def list_run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
-         blocked, size, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
+def list_run(run, later, r0, lists, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The run-th list of a head: blocks, each band, windows, columns. Lists that need care go in a later pass.
 
     Returns the kind, the number of steps in this pass and what `first_key` needs; cells of a step that is no column
@@ -27,6 +26,7 @@ def list_run(run, later, r0, bands_ptr, bands, windows_ptr, windows, columns, si
     the columns are the first `sink` keys and no list but a band from the diagonal on is beside them, they are a run
     of keys beyond that band.
     """
+    bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks, blocked, size = lists
     kind = BLOCK_RUN
     steps = tile_blocks
     origin = 0

@@ -146,19 +146,18 @@ def _hear(turn, queue, heard, blocks_ptr, block_cap, G: gl.constexpr):
 
 
 @gluon.jit
-def _careful_lists(q_s, k_s, v_s, k_full, k_empty, v_full, v_empty, rows, cols, r0, acc, m, total, p0, p1, st, ph, pst,
-                   pph, slot, freed, scale, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr,
-                   tile_blocks, blocked, listed, size, some_ptr, whole_ptr, words, columns_ptr, column_cap,
-                   G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, SL: gl.constexpr,
-                   OL: gl.constexpr, PL: gl.constexpr):
+def _careful_lists(shared, lists, kept, listed, rows, cols, r0, acc, m, total, p0, p1, st, ph, pst, pph, slot, freed,
+                   scale, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+                   SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr):
     """Lists whose cells may belong to another list too: one product at a time, every cell decided exactly."""
+    q_s, k_s, v_s, _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _ring, _handover, _queue, _heard, _told = shared
+    bands_ptr, bands, _windows_ptr, windows, _columns, _sink, uneven, blocks_ptr, _tile_blocks, blocked, size = lists
+    columns_ptr, column_cap, some_ptr, whole_ptr, words = kept
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
     WIDTH: gl.constexpr = 64 * PAIR
     for run in range(gl.where(needs_care(bands, windows, uneven, blocked), bands + 3, 0)):
-        kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(
-            run, True, r0, bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks,
-            blocked, size, WIDTH, True)
+        kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(run, True, r0, lists, WIDTH, True)
         shift = gl.where(kind == WINDOW_RUN, G, 0)
         entry = 0
         piece = 0
@@ -198,11 +197,12 @@ def _shares(acc, m, total, own, lse_ptr, head, q_len, DTYPE: gl.constexpr, OL: g
 
 
 @gluon.jit
-def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard,
-              told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr, scale,
-              q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, G: gl.constexpr,
-              D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
-              HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+def _consumer(shared, output, tables, caps, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              SLOTS: gl.constexpr, RING: gl.constexpr, HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told = shared
+    o_d, o_ptr, lse_ptr, scale, q_len = output
+    windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr = tables
+    table_blocks, window_cap, band_cap, column_cap, words, block_cap = caps
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
     WIDTH: gl.constexpr = 64 * PAIR
@@ -239,15 +239,14 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
         freed = STAGES
         table_row = gl.minimum(r0 // 64, table_blocks - 1)
         wide = head.to(gl.int64)
-        my_bands_ptr = bands_ptr + wide * band_cap * 2
-        my_windows_ptr = windows_ptr + wide * window_cap
+        lists = (bands_ptr + wide * band_cap * 2, bands, windows_ptr + wide * window_cap, windows, columns, sink,
+                 uneven, mine_ptr, tile_blocks, blocked, size)
         my_columns_ptr = columns_ptr + wide * column_cap
         my_some_ptr = some_ptr + (wide * table_blocks + table_row) * words
         my_whole_ptr = whole_ptr + (wide * table_blocks + table_row) * words
         for run in range(bands + 3):
             kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch = list_run(
-                run, False, r0, my_bands_ptr, bands, my_windows_ptr, windows, columns, sink, uneven, mine_ptr,
-                tile_blocks, blocked, size, WIDTH, OVERLAPS)
+                run, False, r0, lists, WIDTH, OVERLAPS)
             shift = gl.where(kind == WINDOW_RUN, G, 0)
             entry = 0
             piece = 0
@@ -275,11 +274,10 @@ def _consumer(q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, 
                 slot = st * SLOTS + shift
                 st, ph = next_stage(st, ph, STAGES)
         if OVERLAPS:
+            kept = (my_columns_ptr, column_cap, my_some_ptr, my_whole_ptr, words)
             acc, m, total, p0_, p1_, st, ph, pst, pph, slot, freed = _careful_lists(
-                q_s, k_s, v_s, k_full, k_empty, v_full, v_empty, rows, cols, r0, acc, m, total, p0_, p1_, st, ph, pst,
-                pph, slot, freed, scale, my_bands_ptr, bands, my_windows_ptr, windows, columns, sink, uneven, mine_ptr,
-                tile_blocks, blocked, listed, size, my_some_ptr, my_whole_ptr, words, my_columns_ptr, column_cap, G, D,
-                STAGES, SLOTS, SL, OL, PL)
+                shared, lists, kept, listed, rows, cols, r0, acc, m, total, p0_, p1_, st, ph, pst, pph, slot, freed,
+                scale, G, D, STAGES, SLOTS, SL, OL, PL)
         mbarrier.arrive(q_empty)
         if freed < STAGES:
             acc = last_values(v_s, v_full.index(pst), pph, slot, acc, p0_, p1_, D, PAIR)
@@ -352,18 +350,17 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
     for i in gl.static_range(RINGS):
         mbarrier.init(ring.index(i), count=1)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
+    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told)
+    output = (o_d, o_ptr, lse_ptr, scale, q_len)
+    read = (windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr)
+    read_caps = (table_blocks, window_cap, band_cap, column_cap, words, block_cap)
+    source = (q_d, k_d, v_d, kc_d, vc_d)
+    items = (counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv)
+    fed = (windows_ptr, bands_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr, blocks_ptr, block_count_ptr,
+           block_head_ptr)
+    fed_caps = (table_blocks, window_cap, band_cap, block_rows, block_cap)
     gl.warp_specialize([
-        (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard,
-                     told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr,
-                     scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 0, D,
-                     STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
-        (_consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard,
-                     told, o_d, o_ptr, lse_ptr, windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr,
-                     scale, q_len, table_blocks, window_cap, band_cap, column_cap, words, block_cap, 1, D,
-                     STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
-        (produce, (q_d, k_d, v_d, kc_d, vc_d, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring,
-                   handover, queue, heard, told, counter_ptr, starts_ptr, windows_ptr, bands_ptr, band_count_ptr,
-                   counts_ptr, sinks_ptr, uneven_ptr, blocks_ptr, block_count_ptr, block_head_ptr, q_len, kv_len,
-                   heads, heads_per_sequence, group, row_blocks, table_blocks, window_cap, band_cap, block_rows,
-                   block_cap, by_kv, only_start, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+        (_consumer, (shared, output, read, read_caps, 0, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+        (_consumer, (shared, output, read, read_caps, 1, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
+        (produce, (source, shared, items, fed, fed_caps, D, STAGES, SLOTS, RING, HALF_BLOCKS, OVERLAPS)),
     ], [4, 1], [240, 24])
