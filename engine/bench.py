@@ -302,7 +302,7 @@ class Timed:
         for name in ("baseline", "dense", *layouts):
             taken, passed = times[name], checked.get(name, _Checked(None, None))
             pairs = int(counts.pairs(layouts[name]).sum()) if name in layouts else causal
-            index = times.get(f"index {name}")
+            index = times[f"index {name}"] if name in layouts else None
             flex = times.get(f"flex {name}")
             rows.append(
                 Row(

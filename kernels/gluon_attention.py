@@ -30,13 +30,14 @@ BY_BLOCK_ROWS = 12_288
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """Keys per tile, stages, consumer warpgroups of 64 rows, whether sums of a row stay with its threads until the end,
-    registers of a consumer thread."""
+    """Keys per tile, stages, consumer warpgroups of 64 rows, whether exponentials bound a step (then the sums of a row
+    stay with its threads until the end) or products (then its maximum is taken in short chains), registers of a
+    consumer thread."""
 
     keys: int
     stages: int
     groups: int
-    own_sums: bool
+    exp_bound: bool
     registers: int
 
 
@@ -100,7 +101,7 @@ def dense(
         descriptor(q3, 64, dim), descriptor(k3, config.keys, dim), descriptor(v3, config.keys, dim),
         out, lse, device_ints(starts, q.device), _counter(q.device), scale * LOG2E, q_len, k.shape[2], batch * heads,
         heads, heads // k.shape[1], blocks, int(q_len > BY_BLOCK_ROWS), _only(starts), BN=config.keys, D=dim,
-        STAGES=config.stages, GROUPS=config.groups, OWN_SUMS=config.own_sums, CONSUMER_REGISTERS=config.registers,
+        STAGES=config.stages, GROUPS=config.groups, EXP_BOUND=config.exp_bound, CONSUMER_REGISTERS=config.registers,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse

@@ -1,10 +1,11 @@
 """Dense causal attention with LSE for Hopper (sm_90a), in Gluon.
 
 An item is one query head and 64 * GROUPS query rows, and a program takes one item after another (`gluon_queue.py`):
-GROUPS consumer warpgroups of 64 rows each and a one-warp TMA producer, in STAGES buffers of BN keys. The diagonal tiles
-come first and are the only masked ones; then the score product of tile i runs beside the value product of tile i - 1,
-and both come in one stage: one barrier says that they are there, one that they have been read. Softmax is in base 2
-with the scale folded in. Algorithm: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
+GROUPS consumer warpgroups of 64 rows each and a one-warp TMA producer. The diagonal tiles of BN keys come first and are
+the only masked ones; then the score product of tile i runs beside the value product of tile i - 1. One of STAGES stages
+holds what a step reads, the keys of tile i and the values of tile i - 1: one barrier says that they are there, one that
+they have been read. An item's first stage has no values, its last no keys. Softmax is in base 2 with the scale folded
+in. Algorithm: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
 
 Shapes: q, o [B*Hq, S, D]; k, v [B*Hkv, T, D]; lse fp32 [B*Hq, S], natural log. Own positions as in
 `layout.py`: key j of sequence b lies at row starts[b] + j, query row s at own position T - S - starts[b] + s.
@@ -62,7 +63,7 @@ def store_rows(values, o_ptr, head, row, length, D: gl.constexpr, OL: gl.constex
 @gluon.jit
 def row_block(item, items, BM: gl.constexpr):
     """The head of an item, its sequence's start, the own position of local row 0, which block of BM rows it is, whether
-    it has rows to compute, and the own position of its first row.
+    it has rows to compute, and the own position of its first row. `items` is a kernel's tuple of that name.
 
     Sequences of one batch have different numbers of row blocks: an item may lie beyond its sequence's first query row.
     It stores nothing, because all its rows lie before local row 0.
@@ -88,7 +89,7 @@ def _tile(i, p0, DIAGONAL: gl.constexpr, BN: gl.constexpr):
 def _producer(q_d, k_d, v_d, shared, items, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               GROUPS: gl.constexpr):
     q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told = shared
-    counter_ptr, _starts, _start, _q_len, _kv_len, heads, _heads_per_sequence, group, row_blocks, _by_kv = items
+    counter_ptr, _starts_ptr, _only_start, _q_len, _kv_len, heads, _per_sequence, group, row_blocks, _by_kv = items
     BM: gl.constexpr = 64 * GROUPS
     DIAGONAL: gl.constexpr = BM // BN
     TILE_BYTES: gl.constexpr = BN * D * 2
@@ -124,9 +125,9 @@ def _producer(q_d, k_d, v_d, shared, items, BN: gl.constexpr, D: gl.constexpr, S
 
 
 @gluon.jit
-def _row_max(s, BN: gl.constexpr, OWN_SUMS: gl.constexpr):
-    """[64]. Eight short chains in place of one long one, where products bound a step and not exponentials."""
-    if OWN_SUMS:
+def _row_max(s, BN: gl.constexpr, EXP_BOUND: gl.constexpr):
+    """[64]. Where products bound a step and not exponentials, in eight short chains in place of one long one."""
+    if EXP_BOUND:
         return gl.max(s, 1)
     else:
         # A thread holds keys 8 b + 2 c + d of its row for one c: first over some of its b, last over the threads.
@@ -134,18 +135,18 @@ def _row_max(s, BN: gl.constexpr, OWN_SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _row_sum(weights, BN: gl.constexpr, OWN_SUMS: gl.constexpr):
-    """[64], or with OWN_SUMS [64, 4]: what each of a row's four threads holds."""
-    if OWN_SUMS:
+def _row_sum(weights, BN: gl.constexpr, EXP_BOUND: gl.constexpr):
+    """[64]. Where exponentials bound a step [64, 4], what each of a row's four threads holds: added up at the end."""
+    if EXP_BOUND:
         return gl.sum(gl.sum(weights.reshape([64, BN // 8, 4, 2]), 3), 1)
     else:
         return gl.sum(weights, 1)
 
 
 @gluon.jit
-def _like_sum(x, total, OWN_SUMS: gl.constexpr):
-    """Values [64] of the rows, in the shape of a `_row_sum`."""
-    if OWN_SUMS:
+def _like_sum(x, total, EXP_BOUND: gl.constexpr):
+    """Values [64] of the rows, to be multiplied with a `_row_sum`."""
+    if EXP_BOUND:
         return gl.convert_layout(x, gl.SliceLayout(1, total.type.layout))[:, None]
     else:
         return x
@@ -153,8 +154,8 @@ def _like_sum(x, total, OWN_SUMS: gl.constexpr):
 
 @gluon.jit
 def _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, scale, BN: gl.constexpr, D: gl.constexpr,
-          OWN_SUMS: gl.constexpr, MASK: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr):
-    """Scores of this tile [64, BN] beside the value product of the tile before."""
+          EXP_BOUND: gl.constexpr, MASK: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr):
+    """Scores of this tile [64, BN] beside the value product of the tile before, whose values lie in the same stage."""
     zero = gl.zeros([64, BN], gl.float32, SL)
     mbarrier.wait(full.index(st), ph)
     s_t = warpgroup_mma(q, k_s.index(st).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -162,10 +163,10 @@ def _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, sca
     s = warpgroup_mma_wait(1, deps=[s_t])
     if MASK:
         s = gl.where(rows[:, None] >= columns[None, :], s, float("-inf"))
-    top = gl.maximum(m, gl.convert_layout(_row_max(s, BN, OWN_SUMS), gl.SliceLayout(1, SL)) * scale)
+    top = gl.maximum(m, gl.convert_layout(_row_max(s, BN, EXP_BOUND), gl.SliceLayout(1, SL)) * scale)
     shrink = gl.exp2(m - top)
     weights = gl.exp2(s * scale - top[:, None])
-    total = total * _like_sum(shrink, total, OWN_SUMS) + _row_sum(weights, BN, OWN_SUMS)
+    total = total * _like_sum(shrink, total, EXP_BOUND) + _row_sum(weights, BN, EXP_BOUND)
     p = gl.convert_layout(weights.to(k_s.dtype), PL)
     acc = warpgroup_mma_wait(0, deps=[o_t])
     mbarrier.arrive(empty.index(st))
@@ -175,7 +176,7 @@ def _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, sca
 
 @gluon.jit
 def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-              GROUPS: gl.constexpr, OWN_SUMS: gl.constexpr):
+              GROUPS: gl.constexpr, EXP_BOUND: gl.constexpr):
     q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told = shared
     o_ptr, lse_ptr, q_len, scale = output
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -206,16 +207,16 @@ def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr
         s = gl.where(rows[:, None] >= columns[None, :], s, float("-inf"))
         m = gl.maximum(gl.max(s, 1) * scale, FLOOR)
         weights = gl.exp2(s * scale - m[:, None])
-        total = _row_sum(weights, BN, OWN_SUMS)
+        total = _row_sum(weights, BN, EXP_BOUND)
         p = gl.convert_layout(weights.to(k_s.dtype), PL)
         acc = gl.zeros([64, D], gl.float32, OL)
         for i in gl.static_range(1, DIAGONAL):
             acc, m, total, p = _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns + i * BN, scale,
-                                     BN, D, OWN_SUMS, True, SL, OL, PL)
+                                     BN, D, EXP_BOUND, True, SL, OL, PL)
             st, ph = next_stage(st, ph, STAGES)
         for _ in range(DIAGONAL, blocks * DIAGONAL):
             acc, m, total, p = _step(q, k_s, v_s, full, empty, st, ph, acc, m, total, p, rows, columns, scale, BN, D,
-                                     OWN_SUMS, False, SL, OL, PL)
+                                     EXP_BOUND, False, SL, OL, PL)
             st, ph = next_stage(st, ph, STAGES)
         mbarrier.arrive(q_empty)
         mbarrier.wait(full.index(st), ph)
@@ -223,7 +224,7 @@ def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr
         acc = warpgroup_mma_wait(0, deps=[o_t])
         mbarrier.arrive(empty.index(st))
         st, ph = next_stage(st, ph, STAGES)
-        if OWN_SUMS:
+        if EXP_BOUND:
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SL))
         own = rows - first
         gl.store(lse_ptr + head.to(gl.int64) * q_len + own, (m + gl.log2(total)) * LN2, mask=(own >= 0) & (own < q_len))
@@ -239,7 +240,7 @@ def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr
 ])
 def dense_kernel(q_d, k_d, v_d, o_ptr, lse_ptr, starts_ptr, counter_ptr, scale, q_len, kv_len, heads,
                  heads_per_sequence, group, row_blocks, by_kv, only_start, BN: gl.constexpr, D: gl.constexpr,
-                 STAGES: gl.constexpr, GROUPS: gl.constexpr, OWN_SUMS: gl.constexpr,
+                 STAGES: gl.constexpr, GROUPS: gl.constexpr, EXP_BOUND: gl.constexpr,
                  CONSUMER_REGISTERS: gl.constexpr):
     """Grid: as many programs as multiprocessors, at most heads * row_blocks; counter_ptr holds a 0.
 
@@ -265,19 +266,20 @@ def dense_kernel(q_d, k_d, v_d, o_ptr, lse_ptr, starts_ptr, counter_ptr, scale, 
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
+    # What all warpgroups see, what consumers write, and what says which items there are.
     shared = (q_s, k_s, v_s, q_full, q_empty, full, empty, queue, heard, told)
     output = (o_ptr, lse_ptr, q_len, scale)
     items = (counter_ptr, starts_ptr, only_start, q_len, kv_len, heads, heads_per_sequence, group, row_blocks, by_kv)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (shared, output, 0, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_consumer, (shared, output, 1, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (shared, output, 0, BN, D, STAGES, GROUPS, EXP_BOUND)),
+            (_consumer, (shared, output, 1, BN, D, STAGES, GROUPS, EXP_BOUND)),
             (_producer, (q_d, k_d, v_d, shared, items, BN, D, STAGES, GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (shared, output, 0, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_consumer, (shared, output, 1, BN, D, STAGES, GROUPS, OWN_SUMS)),
-            (_consumer, (shared, output, 2, BN, D, STAGES, GROUPS, OWN_SUMS)),
+            (_consumer, (shared, output, 0, BN, D, STAGES, GROUPS, EXP_BOUND)),
+            (_consumer, (shared, output, 1, BN, D, STAGES, GROUPS, EXP_BOUND)),
+            (_consumer, (shared, output, 2, BN, D, STAGES, GROUPS, EXP_BOUND)),
             (_producer, (q_d, k_d, v_d, shared, items, BN, D, STAGES, GROUPS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])

@@ -32,11 +32,11 @@ whether there are blocks, and uneven columns; the block size; per row block whic
 
 
 @gluon.jit
-def _look_up(item, items, tables, caps, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
+def _look_up(item, items, fed, fed_caps, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
     """The head and 128 rows of an item, how long each of its lists is, and which its block lists are."""
     (_windows_ptr, _bands_ptr, band_count_ptr, counts_ptr, sinks_ptr, uneven_ptr, _blocks_ptr, block_count_ptr,
-     block_head_ptr) = tables
-    table_blocks, _window_cap, _band_cap, block_rows, block_cap = caps
+     block_head_ptr) = fed
+    table_blocks, _window_cap, _band_cap, block_rows, block_cap = fed_caps
     head, start, first, block, real, p0 = row_block(item, items, ROWS)
     wide = head.to(gl.int64)
     windows = 0
@@ -118,13 +118,13 @@ def _fill_half_blocks(k_d, v_d, k_s, v_s, ring, blocks_ptr, halves, size, st, ph
 
 
 @gluon.jit
-def produce(source, shared, items, tables, caps, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+def produce(source, shared, items, fed, fed_caps, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
             RING: gl.constexpr, HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     q_d, k_d, v_d, kc_d, vc_d = source
-    (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told) = shared
-    counter_ptr, _starts, _start, _q_len, _kv_len, heads, _heads_per_sequence, group, row_blocks, _by_kv = items
-    windows_ptr, bands_ptr, _band_count, _counts, _sinks, _uneven, blocks_ptr, _block_count, _block_head = tables
-    _table_blocks, window_cap, band_cap, _block_rows, block_cap = caps
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told = shared
+    counter_ptr, _starts_ptr, _only_start, _q_len, _kv_len, heads, _per_sequence, group, row_blocks, _by_kv = items
+    windows_ptr, bands_ptr, _band_count, _counts, _sinks, _uneven, blocks_ptr, _block_count, _block_head = fed
+    _table_blocks, window_cap, band_cap, _block_rows, block_cap = fed_caps
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
     WIDTH: gl.constexpr = 64 * PAIR
@@ -134,8 +134,7 @@ def produce(source, shared, items, tables, caps, D: gl.constexpr, STAGES: gl.con
     item = gl.program_id(0)
     while item < heads * row_blocks:
         (head, p0, first, start, windows, bands, columns, sink, tile_blocks, halves0, halves1, listed0, listed1,
-         blocked, uneven, size, list0, list1) = _look_up(
-            item, items, tables, caps, WIDTH, OVERLAPS)
+         blocked, uneven, size, list0, list1) = _look_up(item, items, fed, fed_caps, WIDTH, OVERLAPS)
         announce((head, p0, first, windows, bands, columns, sink, tile_blocks, halves0, halves1, listed0, listed1,
                   gl.where(blocked, 1, 0), gl.where(uneven, 1, 0), size, list0, list1), turn, queue, told, heard, FACTS)
         kv_head = head // group

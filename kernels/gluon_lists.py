@@ -19,7 +19,7 @@ BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN, SINK_RUN = (gl.constexpr(kind) for 
 
 @gluon.jit
 def list_run(run, later, r0, lists, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
-    """The run-th list of a head: blocks, each band, windows, columns. Lists that need care go in a later pass.
+    """The run-th of a head's `lists`: blocks, each band, windows, columns. Lists that need care go in a later pass.
 
     Returns the kind, the number of steps in this pass and what `first_key` needs; cells of a step that is no column
     step belong when lo <= i - j <= hi and 0 <= j < stop. `r0` is the own position that window offsets count from. Where

@@ -197,12 +197,12 @@ def _shares(acc, m, total, own, lse_ptr, head, q_len, DTYPE: gl.constexpr, OL: g
 
 
 @gluon.jit
-def _consumer(shared, output, tables, caps, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+def _consumer(shared, output, read, read_caps, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               SLOTS: gl.constexpr, RING: gl.constexpr, HALF_BLOCKS: gl.constexpr, OVERLAPS: gl.constexpr):
     q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told = shared
     o_d, o_ptr, lse_ptr, scale, q_len = output
-    windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr = tables
-    table_blocks, window_cap, band_cap, column_cap, words, block_cap = caps
+    windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr = read
+    table_blocks, window_cap, band_cap, column_cap, words, block_cap = read_caps
     HALVES: gl.constexpr = D // 64
     PAIR: gl.constexpr = SLOTS - 1
     WIDTH: gl.constexpr = 64 * PAIR
@@ -350,6 +350,8 @@ def sparse_kernel(q_d, k_d, v_d, o_d, kc_d, vc_d, o_ptr, lse_ptr, starts_ptr, co
     for i in gl.static_range(RINGS):
         mbarrier.init(ring.index(i), count=1)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
+    # What all warpgroups see; what consumers write, and which tables of what sizes they read; what the producer loads,
+    # what says which items there are, and which tables of what sizes it is fed by.
     shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring, handover, queue, heard, told)
     output = (o_d, o_ptr, lse_ptr, scale, q_len)
     read = (windows_ptr, bands_ptr, columns_ptr, some_ptr, whole_ptr, blocks_ptr)

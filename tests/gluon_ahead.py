@@ -65,7 +65,7 @@ def dense(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cost:
     rows, keys = box(64, head_dim, dtype), box(config.keys, head_dim, dtype)
     constants = {
         "BN": config.keys, "D": head_dim, "STAGES": config.stages, "GROUPS": config.groups,
-        "OWN_SUMS": config.own_sums, "CONSUMER_REGISTERS": config.registers,
+        "EXP_BOUND": config.exp_bound, "CONSUMER_REGISTERS": config.registers,
     }  # fmt: skip
     return compile_ahead(gluon_dense.dense_kernel, {"q_d": rows, "k_d": keys, "v_d": keys}, constants, dtype)
 

@@ -20,8 +20,8 @@ SHARED_LIMIT = 232_448
 
 pytest.importorskip("triton.experimental.gluon")
 
-# Bytes that a kernel may spill. Dense kernels spill a few registers an item, none in the loop. The sparse kernels spill
-# around their loops, at head size 256 and with exact masks in them: see NOTES.md.
+# Bytes that a kernel may spill. Dense kernels spill a few registers an item, none in the loop over tiles. The sparse
+# kernels spill around theirs, at head size 256 and with exact masks in them: see NOTES.md.
 SPILLS = {
     "dense 64": 100, "dense 256": 20, "sparse 64": 400, "sparse 64 plain": 128, "sparse 128": 1700,
     "sparse 128 plain": 300, "sparse 256": 3500, "sparse 256 plain": 950,
