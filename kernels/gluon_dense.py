@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from headscope.kernels.gluon_compat import tma_load
-from headscope.kernels.gluon_queue import announce, fact, next_stage, take, wait_for
+from headscope.kernels.gluon_queue import announce, fact, next_head, next_stage, take
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.
@@ -187,8 +187,7 @@ def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr
     st = 0
     ph = 0
     turn = 0
-    wait_for(turn, told)
-    head = fact(0, turn, queue, FACTS)
+    head = next_head(turn, queue, told, FACTS)
     while head >= 0:
         p0 = fact(1, turn, queue, FACTS)
         first = fact(2, turn, queue, FACTS)
@@ -231,8 +230,7 @@ def _consumer(shared, output, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr
         share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))
         store_rows((acc * share[:, None]).to(k_s.dtype), o_ptr, head, p0 - first + G * 64, q_len, D, OL)
         turn += 1
-        wait_for(turn, told)
-        head = fact(0, turn, queue, FACTS)
+        head = next_head(turn, queue, told, FACTS)
 
 
 @gluon.jit(do_not_specialize=[

@@ -46,13 +46,14 @@ def announce(facts, turn, queue, told, heard, FACTS: gl.constexpr):
 
 
 @gluon.jit
-def wait_for(turn, told):
-    """Until the turn-th item is announced; `fact` then reads it."""
-    mbarrier.wait(told.index(turn & 1), (turn >> 1) & 1)
-
-
-@gluon.jit
 def fact(number: gl.constexpr, turn, queue, FACTS: gl.constexpr):
     """One integer about the turn-th item, for a consumer warpgroup, which gives the place back once it has read all."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(queue.index((turn & 1) * FACTS + number).load(ONE), 0)
+
+
+@gluon.jit
+def next_head(turn, queue, told, FACTS: gl.constexpr):
+    """The first fact of the turn-th item, its head or -1, once it is announced; `fact` then reads the others."""
+    mbarrier.wait(told.index(turn & 1), (turn >> 1) & 1)
+    return fact(0, turn, queue, FACTS)

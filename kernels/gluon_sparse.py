@@ -46,7 +46,7 @@ from headscope.kernels.gluon_lists import (
     without_bands,
     without_blocks,
 )
-from headscope.kernels.gluon_queue import fact, next_stage, wait_for
+from headscope.kernels.gluon_queue import fact, next_head, next_stage
 from headscope.kernels.gluon_steps import (
     finish_scores,
     issue,
@@ -214,8 +214,7 @@ def _consumer(shared, output, read, read_caps, G: gl.constexpr, D: gl.constexpr,
     st = 0
     ph = 0
     turn = 0
-    wait_for(turn, told)
-    head = fact(0, turn, queue, FACTS)
+    head = next_head(turn, queue, told, FACTS)
     while head >= 0:
         (r0, first, windows, bands, columns, sink, tile_blocks, halves, listed, blocked, uneven, size,
          mine_ptr) = _hear(turn, queue, heard, blocks_ptr, block_cap, G)
@@ -289,8 +288,7 @@ def _consumer(shared, output, read, read_caps, G: gl.constexpr, D: gl.constexpr,
         else:
             store_rows(values, o_ptr, head, r0 - first, q_len, D, OL)
         turn += 1
-        wait_for(turn, told)
-        head = fact(0, turn, queue, FACTS)
+        head = next_head(turn, queue, told, FACTS)
         tma_store_wait(0)
         barrier()
         mbarrier.arrive(k_empty.index(st))

@@ -42,22 +42,22 @@ class Settings:
     stages: int
 
 
-def dense_settings(width: int, element_size: int, capability: int) -> Settings:
+def dense_settings(width: int, element_size: int, generation: int) -> Settings:
     """Measured on an H200 for sm_90. Before it tensor maps become pointers: eight warps spill less."""
     if element_size == 4:
         return Settings(64, 32, 4, 1)
-    if capability >= 90:
+    if generation >= 90:
         return {256: Settings(128, 64, 8, 2), 128: Settings(128, 64, 8, 3)}.get(width, Settings(128, 64, 8, 3))
     if width == 256:
         return Settings(64, 32, 8, 1)
     return Settings(64, 64, 8, 2)
 
 
-def sparse_settings(width: int, element_size: int, capability: int) -> Settings:
+def sparse_settings(width: int, element_size: int, generation: int) -> Settings:
     """As `dense_settings`, for layouts: a row block is 64 rows."""
     if element_size == 4:
         return Settings(64, 64, 4, 1)
-    if capability >= 90:
+    if generation >= 90:
         return Settings(64, 64, 4, 2)
     if width == 256:
         return Settings(64, 64, 8, 1)

@@ -16,7 +16,7 @@ from headscope.engine import bench, bench_decoder, bench_flex, bench_prefill, bu
 from headscope.engine.bench_cases import CASES, SHAPES, Case, Shape, clustered_layout, planted_layout
 from headscope.engine.bench_decoder import ModelShape
 from headscope.engine.bench_prefill import Setting, run_prefill, uniform
-from headscope.engine.bench_timing import gate
+from headscope.engine.bench_timing import Timing, gate
 from headscope.engine.capture import stream
 from headscope.engine.cli_bench import bench as command
 from headscope.engine.errors import HeadscopeError, OptionError
@@ -47,7 +47,7 @@ def test_command_writes_json(tmp_path: Path) -> None:
         "--cases",
         "vs 30/800",
         "--repeats",
-        "2",
+        "1",
         "--json",
         str(target),
     ]
@@ -59,12 +59,25 @@ def test_command_writes_json(tmp_path: Path) -> None:
     sparse = [row for row in report["rows"] if row["name"] == "vs 30/800" and row["length"] == 1024]
     assert 0 < sparse[0]["density"] <= 1 and sparse[0]["index_ms"] > 0 and sparse[0]["error"] < 1e-5
     assert sparse[0]["index"] == bench.FIXED and 0 < sparse[0]["missed_mean"] <= sparse[0]["missed_worst"] < 1
-    (base,) = (row for row in report["rows"] if row["name"] == "baseline" and row["length"] == 1024)
-    both = sparse[0]["median_ms"] + sparse[0]["index_ms"]
-    assert sparse[0]["with_index"] == pytest.approx(base["median_ms"] / both) and base["index_spread_ms"] is None
-    assert sparse[0]["index_spread_ms"] > 0 and sparse[0]["rounds"] == 2
     assert set(report["crossovers"]) == {"vs 30/800"}
     assert report["planted"][0]["columns_found"] == 1.0 and report["planted"][0]["distances_found"] == 1.0
+
+
+def test_rows_say_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"baseline": (8.0, 0.5), "dense": (4.0, 0.25), "vs": (1.5, 0.125), "index vs": (0.5, 0.0625)}
+    made = {name: Timing(median, spread, 3) for name, (median, spread) in times.items()}
+    monkeypatch.setattr(bench, "interleaved", lambda work, *_: {name: made[name] for name in work})
+    q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
+    case = Case("vs", VerticalSlash(8, 64, sink=2, local=4))
+    timed = bench.Timed(q, k, v, 0.25, "torch", 3, print)
+    base, dense, sparse = timed.rows([case])
+    cells = int(membership.mask(timed.build(case)[1]).sum())
+    assert (base.median_ms, base.to_baseline, base.index_ms, base.with_index) == (8, 1, None, None)
+    assert (dense.median_ms, dense.to_baseline, dense.density, dense.index_spread_ms) == (4, 2, 1, None)
+    assert (sparse.median_ms, sparse.spread_ms, sparse.rounds) == (1.5, 0.125, 3)
+    assert (sparse.index_ms, sparse.index_spread_ms, sparse.with_index) == (0.5, 0.0625, 8 / 2)
+    assert sparse.to_baseline == 8 / 1.5 and sparse.density == cells / (4 * 300 * 301 / 2)
+    assert sparse.tflops == pytest.approx(4 * 16 * cells / 1.5e9)
 
 
 def test_gate_refuses_a_wrong_result() -> None:
