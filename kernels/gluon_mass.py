@@ -2,9 +2,9 @@
 
 `exp(score - lse)` needs one product per tile and no second pass. A program holds 64 * GROUPS query rows and walks
 over the keys, so that each row block meets the pools of keys one after another: the sum of a pool is complete when
-its last key has passed. A pool of rows is made of several row blocks, and a row block may lie in two pools: each
-writes two partial sums per warp, and `_reduce_kernel` adds them in order of rows. No atomics: the same bits every
-time.
+its last key has passed. A pool of rows is made of several row blocks, and a row block may lie in two pools, and
+then writes two partial sums per warp, else one; `_reduce_kernel` adds them in order of rows. No atomics: the same bits
+every time.
 
 Pools must be at least as large as a tile (64 rows by 128 keys); smaller ones are Triton's, see `serves_pooled`.
 """
@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from headscope.kernels.gluon_attention import check_inputs, descriptor, rows3d
 from headscope.kernels.gluon_compat import tma_load
+from headscope.kernels.gluon_queue import next_stage
 from headscope.kernels.triton_common import LOG2E, device_ints
 
 # fmt: off
@@ -46,99 +47,129 @@ _SCRATCH = 2**26
 
 
 @gluon.jit
-def _load(q_d, k_d, q_s, k_s, q_full, k_full, k_empty, head, kv_head, row, key, tiles, D: gl.constexpr,
-          STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _load(q_d, k_d, shared, head, kv_head, row, key, tiles, D: gl.constexpr, STAGES: gl.constexpr,
+          GROUPS: gl.constexpr):
+    q_s, k_s, q_full, full, empty = shared
     mbarrier.expect(q_full, GROUPS * 64 * D * 2)
     for g in gl.static_range(GROUPS):
         tma_load(q_d, [head, row + g * 64, 0], q_full, q_s.index(g))
     st = 0
     ph = 1
     for i in range(tiles):
-        mbarrier.wait(k_empty.index(st), ph)
-        mbarrier.expect(k_full.index(st), _KEYS * D * 2)
-        tma_load(k_d, [kv_head, key + i * _KEYS, 0], k_full.index(st), k_s.index(st))
-        st += 1
-        if st == STAGES:
-            st = 0
-            ph = ph ^ 1
+        mbarrier.wait(empty.index(st), ph)
+        mbarrier.expect(full.index(st), _KEYS * D * 2)
+        tma_load(k_d, [kv_head, key + i * _KEYS, 0], full.index(st), k_s.index(st))
+        st, ph = next_stage(st, ph, STAGES)
 
 
 @gluon.jit
-def _edge(first, span, pools, pool, WIDE: gl.constexpr):
-    """First position of a pool. WIDE where span * pools does not fit 31 bits: 64-bit division is slow."""
-    if WIDE:
-        return first + (span * pool.to(gl.int64) // pools).to(gl.int32)
+def _edge(first, span, pools, pool):
+    """First position of a pool."""
+    return first + (span.to(gl.int64) * pool // pools).to(gl.int32)
+
+
+@gluon.jit
+def _thread_sums(weights):
+    """[64, KEYS] to [64, 4]: what each of a row's four threads holds, added up in four chains."""
+    return gl.sum(gl.sum(weights.reshape([64, _KEYS // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def _split(weights, cols, edge):
+    """The sums [64, 4] of a tile's cells before column `edge`, and those from there on."""
+    early = gl.where(cols < edge, 1.0, 0.0)[None, :]
+    return _thread_sums(weights * early), _thread_sums(weights * (1.0 - early))
+
+
+@gluon.jit
+def _add(sums, s, key, key_edge, key1, r0, rows, cols, lse, scale):
+    """The sums [64, 4] with those of a tile's cells before `key_edge` added, and the sums of its cells from there on.
+
+    Exponentials bound this kernel. The usual tile has a block without a branch, so that the compiler puts its additions
+    between them; for the same reason no code of the branches is shared.
+    """
+    late = gl.zeros_like(sums)
+    masked = (key + _KEYS - 1 > r0) | (key + _KEYS > key1)
+    if masked | (key_edge < key + _KEYS):
+        if masked:
+            seen = ((rows - key)[:, None] >= cols[None, :]) & (cols < key1 - key)[None, :]
+            s = gl.where(seen, s, float("-inf"))
+            early, late = _split(gl.exp2(s * scale - lse[:, None]), cols, key_edge - key)
+        else:
+            early, late = _split(gl.exp2(s * scale - lse[:, None]), cols, key_edge - key)
     else:
-        return first + span * pool // pools
+        early = _thread_sums(gl.exp2(s * scale - lse[:, None]))
+    return sums + early, late
 
 
 @gluon.jit
-def _flush(part_ptr, pool, sums, rows, row_edge, warp):
-    """Writes the sums of a pool's rows before and from `row_edge` on, one value per warp each."""
-    before = gl.sum(gl.reshape(gl.where(rows < row_edge, sums, 0.0), [4, 16]), 1)
-    after = gl.sum(gl.reshape(gl.where(rows < row_edge, 0.0, sums), [4, 16]), 1)
-    at = part_ptr + pool.to(gl.int64) * 8
-    gl.store(at + warp, before)
-    gl.store(at + 4 + warp, after)
+def _store(at, sums):
+    """Writes the sum over each warp's 16 rows."""
+    warps = gl.sum(gl.sum(sums.reshape([4, 2, 8, 4]), 1).reshape([4, 32]), 1)
+    gl.store(at + gl.arange(0, 4, warps.type.layout), warps)
 
 
 @gluon.jit
-def _sum(q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools, key0, key1,
-         key_pools, tiles, scale, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-         WIDE: gl.constexpr):
+def _flush(at, sums, upper, split):
+    """Writes the sums of a pool of keys; where the rows lie in two pools, `split`, those of the `upper` rows apart."""
+    if split:
+        _store(at, gl.where(upper, sums, 0.0))
+        _store(at + 4, gl.where(upper, 0.0, sums))
+    else:
+        _store(at, sums)
+
+
+@gluon.jit
+def _sum(shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, G: gl.constexpr, D: gl.constexpr,
+         STAGES: gl.constexpr):
+    q_s, k_s, q_full, full, empty = shared
+    row0, row1, row_pools, key0, key1, key_pools = grid
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16])
     r0 = p0 + G * 64
-    local = gl.arange(0, 64, gl.SliceLayout(1, SL))
-    warp = (gl.sum(gl.reshape(local, [4, 16]), 1) - 120) // 256  # in the layout of the sums: 16 rows are a warp's
-    rows = r0 + local
+    rows = r0 + gl.arange(0, 64, gl.SliceLayout(1, SL))
     cols = gl.arange(0, _KEYS, gl.SliceLayout(0, SL))
     real = (rows >= row0) & (rows < row1) & (rows >= first) & (rows < first + q_len)
     lse = gl.load(lse_ptr + (rows - first), mask=real, other=float("inf")) * _LOG2E
     lse = gl.where(lse > float("-inf"), lse, float("inf"))
-    part_ptr += G * key_pools * 8
-    # The pool of the first row that counts, and where the next one begins.
-    span = row1 - row0
+    # Where the pool of the first row that counts ends.
     at = gl.maximum(r0, row0) - row0
-    row_pool = (at.to(gl.int64) * row_pools // span).to(gl.int32)
-    row_edge = _edge(row0, span, row_pools, row_pool + 1, WIDE)
+    row_pool = (at.to(gl.int64) * row_pools // (row1 - row0)).to(gl.int32)
+    row_edge = _edge(row0, row1 - row0, row_pools, row_pool + 1)
     if row_edge <= row0 + at:
-        row_edge = _edge(row0, span, row_pools, row_pool + 2, WIDE)
+        row_edge = _edge(row0, row1 - row0, row_pools, row_pool + 2)
     zero = gl.zeros([64, _KEYS], gl.float32, SL)
-    sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, SL))
+    sums = _thread_sums(zero)
+    upper = (gl.convert_layout(rows, gl.SliceLayout(1, sums.type.layout)) < row_edge)[:, None]
+    split = row_edge < r0 + 64
+    # Where the pool of keys ends that is being summed: pools are `width` keys or, each time `rest` is full, one more.
+    width = (key1 - key0) // key_pools
+    over = (key1 - key0) % key_pools
+    key_edge = key0 + width
+    rest = over
+    part_ptr += G * key_pools * 8
     mbarrier.wait(q_full, 0)
     q = q_s.index(G).reshape([64, D])
-    pool = key0 * 0
-    key_edge = _edge(key0, key1 - key0, key_pools, pool + 1, WIDE)
     st = 0
     ph = 0
     for i in range(tiles):
         key = key0 + i * _KEYS
-        mbarrier.wait(k_full.index(st), ph)
+        mbarrier.wait(full.index(st), ph)
         s_t = warpgroup_mma(q, k_s.index(st).reshape([_KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s_t])
-        mbarrier.arrive(k_empty.index(st))
-        if (key + _KEYS - 1 > r0) | (key + _KEYS > key1):
-            keys = key + cols
-            s = gl.where((rows[:, None] >= keys[None, :]) & (keys < key1)[None, :], s, float("-inf"))
-        weights = gl.exp2(s * scale - lse[:, None])
-        if key_edge > key + _KEYS:
-            sums += gl.sum(weights, 1)
-        else:
-            if key_edge == key + _KEYS:
-                _flush(part_ptr, pool, sums + gl.sum(weights, 1), rows, row_edge, warp)
-                sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, SL))
-            else:
-                left = (key + cols < key_edge)[None, :]
-                _flush(part_ptr, pool, sums + gl.sum(gl.where(left, weights, 0.0), 1), rows, row_edge, warp)
-                sums = gl.sum(gl.where(left, 0.0, weights), 1)
-            pool += 1
-            key_edge = _edge(key0, key1 - key0, key_pools, pool + 1, WIDE)
-        st += 1
-        if st == STAGES:
-            st = 0
-            ph = ph ^ 1
-    if _edge(key0, key1 - key0, key_pools, pool, WIDE) < gl.minimum(key0 + tiles * _KEYS, key1):
-        _flush(part_ptr, pool, sums, rows, row_edge, warp)
+        mbarrier.arrive(empty.index(st))
+        st, ph = next_stage(st, ph, STAGES)
+        sums, late = _add(sums, s, key, key_edge, key1, r0, rows, cols, lse, scale)
+        if key_edge <= key + _KEYS:
+            _flush(part_ptr, sums, upper, split)
+            part_ptr += 8
+            sums = late
+            rest += over
+            longer = (rest >= key_pools).to(gl.int32)
+            rest -= longer * key_pools
+            key_edge += width + longer
+    # The last pool may go on beyond the tiles. It began `width` keys before its end, or one more if `rest` has wrapped.
+    if key_edge - width - (rest < over).to(gl.int32) < gl.minimum(key0 + tiles * _KEYS, key1):
+        _flush(part_ptr, sums, upper, split)
 
 
 @gluon.jit(do_not_specialize=[
@@ -147,8 +178,7 @@ def _sum(q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len,
 ])
 def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, heads_per_sequence, group, first_head,
                 row_blocks, row0, row1, row_pools, key0, key1, key_pools, D: gl.constexpr,
-                STAGES: gl.constexpr, GROUPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                WIDE: gl.constexpr):
+                STAGES: gl.constexpr, GROUPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr):
     """Grid (heads * row_blocks,) over `heads` heads from first_head on, longest row blocks first.
 
     `part` [heads, row_blocks * GROUPS, key_pools, 2, 4]: partial sums of each 64 rows; `scale` times log2(e).
@@ -167,34 +197,28 @@ def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, h
     q_s = gl.allocate_shared_memory(q_d.dtype, [GROUPS, 1, 64, D], q_d.layout)
     k_s = gl.allocate_shared_memory(k_d.dtype, [STAGES, 1, _KEYS, D], k_d.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
+    shared = (q_s, k_s, q_full, full, empty)
+    grid = (row0, row1, row_pools, key0, key1, key_pools)
     if GROUPS == 4:
         gl.warp_specialize([
-            (_sum, (q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools,
-                    key0, key1, key_pools, tiles, scale, 0, D, STAGES, GROUPS, WIDE)),
-            (_sum, (q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools,
-                    key0, key1, key_pools, tiles, scale, 1, D, STAGES, GROUPS, WIDE)),
-            (_sum, (q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools,
-                    key0, key1, key_pools, tiles, scale, 2, D, STAGES, GROUPS, WIDE)),
-            (_sum, (q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools,
-                    key0, key1, key_pools, tiles, scale, 3, D, STAGES, GROUPS, WIDE)),
-            (_load, (q_d, k_d, q_s, k_s, q_full, k_full, k_empty, head, head // group, p0 - first, start + key0,
-                     tiles, D, STAGES, GROUPS)),
+            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 0, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 1, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 2, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 3, D, STAGES)),
+            (_load, (q_d, k_d, shared, head, head // group, p0 - first, start + key0, tiles, D, STAGES, GROUPS)),
         ], [4, 4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_sum, (q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools,
-                    key0, key1, key_pools, tiles, scale, 0, D, STAGES, GROUPS, WIDE)),
-            (_sum, (q_s, k_s, q_full, k_full, k_empty, lse_ptr, part_ptr, p0, first, q_len, row0, row1, row_pools,
-                    key0, key1, key_pools, tiles, scale, 1, D, STAGES, GROUPS, WIDE)),
-            (_load, (q_d, k_d, q_s, k_s, q_full, k_full, k_empty, head, head // group, p0 - first, start + key0,
-                     tiles, D, STAGES, GROUPS)),
+            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 0, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 1, D, STAGES)),
+            (_load, (q_d, k_d, shared, head, head // group, p0 - first, start + key0, tiles, D, STAGES, GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
 
 
@@ -262,8 +286,7 @@ def pooled(
             q_d, k_d, lse, device_ints(starts, q.device), part, scale * LOG2E, q_len, kv_len, heads,
             heads // k.shape[1], head, row_blocks, *rows, shape[0], *cols, shape[1],
             D=dim, STAGES=STAGES[dim], GROUPS=groups, CONSUMER_REGISTERS=REGISTERS[groups],
-            WIDE=max((rows[1] - rows[0]) * (shape[0] + 2), (cols[1] - cols[0]) * (shape[1] + 2)) >= 2**31, num_warps=4,
-            enable_fp_fusion=True,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(-(-shape[1] // 64), shape[0], count)](
             part, out[head:], *rows, shape[0], *cols, shape[1], row_blocks, GROUPS=groups, WIDTH=64, num_warps=4

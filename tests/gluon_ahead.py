@@ -86,7 +86,7 @@ def mass(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cost:
     boxes = {"q_d": box(64, head_dim, dtype), "k_d": box(gluon_mass.KEYS, head_dim, dtype)}
     constants = {
         "D": head_dim, "STAGES": gluon_mass.STAGES[head_dim], "GROUPS": groups,
-        "CONSUMER_REGISTERS": gluon_mass.REGISTERS[groups], "WIDE": False,
+        "CONSUMER_REGISTERS": gluon_mass.REGISTERS[groups],
     }  # fmt: skip
     return compile_ahead(gluon_mass.mass_kernel, boxes, constants)
 

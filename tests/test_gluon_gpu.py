@@ -180,6 +180,35 @@ def test_pooled_maps_are_exact_and_repeat_bit_for_bit() -> None:
         assert torch.equal(got, gluon_mass.pooled(q, k, lse, head_dim**-0.5, starts, rows, cols, shape)), case
 
 
+@hopper
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [131072, 524288])
+def test_pooled_maps_at_length(length: int) -> None:
+    """Every pool of a few pools of rows against float64, and the sum over keys of every pool of rows."""
+    from headscope.kernels import gluon_attention, gluon_mass
+
+    torch.manual_seed(length)
+    q = torch.randn(1, 4, length, 128, device="cuda").bfloat16()
+    k = torch.randn(1, 2, length, 128, device="cuda").bfloat16()
+    lse = gluon_attention.dense(q, k, k, 128**-0.5, (0,))[1]
+    for rows, shape in (((0, length), (1024, 1024)), ((0, length), (500, 500)), ((77, length - 9), (333, 601))):
+        got = gluon_mass.pooled(q, k, lse, 128**-0.5, (0,), rows, (0, length), shape)
+        row_edges, key_edges = edges(*rows, shape[0]), edges(0, length, shape[1])
+        assert torch.allclose(got.double().sum(3)[0], row_edges.diff().double().expand(4, -1), rtol=1e-5)
+        for pool in (0, shape[0] // 3, shape[0] - 1):
+            own = torch.arange(int(row_edges[pool]), int(row_edges[pool + 1]), device="cuda")
+            for head in (0, 3):
+                scores = q[0, head, own].double() @ k[0, head // 2].double().T * 128**-0.5
+                scores.masked_fill_(torch.arange(length, device="cuda") > own[:, None], float("-inf"))
+                sums = torch.softmax(scores, 1).sum(0).cumsum(0)
+                sums = torch.cat([sums.new_zeros(1), sums])[key_edges].diff()
+                assert torch.allclose(got[0, head, pool].double(), sums, rtol=5e-5, atol=1e-9), (shape, pool, head)
+
+
+def edges(first: int, end: int, pools: int) -> torch.Tensor:
+    return first + (end - first) * torch.arange(pools + 1, device="cuda") // pools
+
+
 def test_what_is_not_served_says_why() -> None:
     from headscope.kernels import gluon_attention, gluon_mass
 
