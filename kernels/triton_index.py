@@ -18,8 +18,8 @@ from headscope.kernels.layout import PAD, HeadPlan, Layout, max_windows, nearest
 from headscope.kernels.torch_index import Sampling, sampled_rows
 from headscope.kernels.triton_common import check_inputs, device_ints, packed
 
-_WEIGHTS = 2**28
-"""Floats of sampled statistics kept at a time: 1 GiB."""
+_SCORES = 2**28
+"""Floats of scores, and of sampled statistics where those are kept, at a time: 1 GiB."""
 
 _BLOCK_SCORES = 2**26
 """Block scores formed at a time: 256 MiB."""
@@ -62,7 +62,8 @@ def build(
     lengths = tuple(kv_len - starts[n // heads] for n in range(len(plans)))
     table = _empty_tables(plans, lengths, kv_len, tile, q.device)
     online = [n for n, plan in enumerate(plans) if plan.online_slash and lengths[n] > 0]
-    turn = max(1, _WEIGHTS // max(1, -(-estimator.rows // 64) * 64 * -(-kv_len // 128) * 128))
+    kept = 2 if _at_once(estimator) else -(-estimator.rows // 64) * 64
+    turn = max(1, _SCORES // (kept * max(1, -(-kv_len // 128) * 128)))
     for at in range(0, len(online), turn):
         _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, estimator, tile, table)
     blocks, block_count, slots = _choose_blocks(q, k, plans, lengths, starts, scale)
@@ -127,6 +128,13 @@ def _fixed_bands(plans: Sequence[HeadPlan], most: int, device: torch.device) -> 
     return bands, device_ints(tuple(len(plan.bands) for plan in plans), device).clone()
 
 
+def _at_once(estimator: Sampling) -> bool:
+    """Whether distances are added up without statistics being kept: one row follows another in the tail, and distances
+    do not wait for the chosen columns."""
+    tail = estimator.where == "tail" and estimator.rows <= 64
+    return tail and estimator.slashes == "sum" and estimator.overlap != "removed"
+
+
 def _choose_lines(
     q: torch.Tensor, k: torch.Tensor, plans: Sequence[HeadPlan], online: list[int], lengths: tuple[int, ...],
     starts: tuple[int, ...], scale: float, estimator: Sampling, tile: int, table: _Tables,
@@ -140,8 +148,7 @@ def _choose_lines(
     by_max, removed = estimator.columns == "max", estimator.overlap == "removed"
     flags = torch.empty(len(online), kv_len, dtype=torch.uint8, device=device) if removed else None
     sink, vertical = [plans[n].sink for n in online], [plans[n].vertical for n in online]
-    # One row follows another in the tail, so distances need nothing kept, unless they wait for the chosen columns.
-    at_once = estimator.where == "tail" and sampled.chunks == 1 and estimator.slashes == "sum" and not removed
+    at_once = _at_once(estimator)
     if at_once:
         column_score, score = triton_scores.tail(sampled, by_max)
     else:
