@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from headscope.kernels import triton_attention, triton_index, triton_mass
+from headscope.kernels import triton_attention, triton_index, triton_mass, triton_scores
 from headscope.kernels.backends import Backend
-from headscope.kernels.triton_common import check_inputs
+from headscope.kernels.triton_common import check_inputs, pad_dim, shared_room
 
 
 def serves(q: torch.Tensor) -> str | None:
@@ -21,6 +21,10 @@ def serves(q: torch.Tensor) -> str | None:
         check_inputs(q, q, None, 1.0)
     except ValueError as error:
         return str(error)
+    # Products of half types pass their operands on in registers where shared memory is small.
+    needed, room = triton_scores.least_room(pad_dim(q.shape[-1]), 4), shared_room(q.device)
+    if q.dtype == torch.float32 and needed > room:
+        return f"float32 heads of {q.shape[-1]} need {needed} bytes of shared memory, this GPU has {room}"
     return None
 
 

@@ -19,6 +19,8 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 BOX_ROWS = 64
 BOX_COLUMNS = 128
+BARRIERS = 1024
+"""Bytes of shared memory left for barriers and the like."""
 
 # Kernels read these as compile-time constants.
 FLOOR = tl.constexpr(-1.0e30)
@@ -95,6 +97,24 @@ def capability(device: torch.device) -> int:
     return major * 10 + minor
 
 
+def shared_room(device: torch.device) -> int:
+    """Bytes of shared memory that one block may have; the interpreter knows no bound and gets Hopper's."""
+    if device.type != "cuda":
+        return 232_448
+    return _shared_room(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _shared_room(index: int) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def stages_within(room: int, wanted: int, staged: int, kept: int = 0) -> int:
+    """How many stages of `staged` bytes go into `room` bytes of shared memory beside `kept`: `wanted` at most, 1 at
+    least."""
+    return max(1, min(wanted, (room - kept - BARRIERS) // staged))
+
+
 @lru_cache(maxsize=512)
 def device_ints(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int32 of host integers on a device, copied once per distinct tuple so that repeated calls do not wait.
@@ -127,8 +147,9 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, scale
     for name, x in (("k", k), ("v", v)):
         if x is not None and (x.dtype != q.dtype or x.device != q.device):
             raise ValueError(f"{name} must have q's dtype and device, got {x.dtype} on {x.device}")
-    if not 1 <= q.shape[-1] <= 256:
-        raise ValueError(f"impl={impl!r} serves head sizes up to 256, got {q.shape[-1]}")
+    most = 128 if q.dtype == torch.float32 else 256
+    if not 1 <= q.shape[-1] <= most:
+        raise ValueError(f"impl={impl!r} serves {q.dtype} heads of sizes up to {most}, got {q.shape[-1]}")
     if q.shape[-1] * q.element_size() % 16:
         raise ValueError(f"impl={impl!r} needs head rows of a multiple of 16 bytes, got {q.shape[-1]} x {q.dtype}")
     if q.shape[1] % k.shape[1]:

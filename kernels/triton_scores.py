@@ -16,12 +16,25 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headscope.kernels.triton_common import FLOOR, LOG2E, capability, descriptor, pad_dim, precision
+from headscope.kernels.triton_common import (
+    BARRIERS,
+    FLOOR,
+    LOG2E,
+    capability,
+    descriptor,
+    pad_dim,
+    precision,
+    shared_room,
+    stages_within,
+)
 
 SPLITS = 32
 
 PROGRAMS = 1024
 """Programs that a pass over the keys of all heads is split into, as far as 16 tiles a program go."""
+
+
+_STATISTICS = 64 * 128 * 4
 
 
 @triton.jit
@@ -37,7 +50,8 @@ def _sampled(q_ptr, rows_ptr, sequence, head, shift, at, rows_cap, q_len, D: tl.
 @triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "rows_cap", "tiles", "per_split", "row_chunks"))
 def _norm_kernel(
     q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, q_len, kv_len, heads, group, rows_cap, tiles,
-    per_split, row_chunks, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr, PRECISION: tl.constexpr,
+    per_split, row_chunks, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys: running maximum and sum of exponentials (base 2), or the sum of logits."""
     split, slot, chunk = tl.program_id(1), tl.program_id(0), tl.program_id(2)
@@ -50,7 +64,7 @@ def _norm_kernel(
     total = tl.zeros([64], tl.float32)
     last = tl.minimum((split + 1) * per_split, tl.max(row, 0) // 128 + 1)
     oldest = tl.min(row, 0)
-    for tile in tl.range(split * per_split, last, num_stages=3):
+    for tile in tl.range(split * per_split, last, num_stages=STAGES):
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if oldest < tile * 128 + 127:
@@ -84,7 +98,7 @@ def _join(top_ptr, total_ptr, line, row, LOGIT: tl.constexpr, SPLITS: tl.constex
 def _weights_kernel(
     q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, weight_ptr, column_ptr, q_len, kv_len, heads,
     group, rows_cap, row_chunks, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr,
-    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, SPLITS: tl.constexpr,
+    LOGIT: tl.constexpr, BY_MAX: tl.constexpr, SINGLE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles of columns of one head: the statistic of every sampled row, and its sum or maximum per column."""
@@ -97,7 +111,7 @@ def _weights_kernel(
     row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, 0, rows_cap, q_len, D, WIDTH)
     norm = _join(top_ptr, total_ptr, slot * row_chunks, row, LOGIT, SPLITS)
     first = tl.program_id(1) * per_program
-    for tile in tl.range(first, tl.minimum(first + per_program, tiles), num_stages=2):
+    for tile in tl.range(first, tl.minimum(first + per_program, tiles), num_stages=STAGES):
         columns = tile * 128 + tl.arange(0, 128)
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
         if SINGLE:
@@ -106,7 +120,7 @@ def _weights_kernel(
             best = _per_column(row, weight, BY_MAX)
         else:
             best = tl.full([128], float("-inf") if BY_MAX else 0.0, tl.float32)
-            for chunk in range(row_chunks):
+            for chunk in tl.range(0, row_chunks, num_stages=STAGES):
                 row, q = _sampled(q_ptr, rows_ptr, sequence, head, shift, chunk * 64, rows_cap, q_len, D, WIDTH)
                 norm = _join(top_ptr, total_ptr, slot * row_chunks + chunk, row, LOGIT, SPLITS)
                 weight = _statistic(row, q, k, norm, tile * 128, scale, LOGIT, PRECISION)
@@ -120,7 +134,7 @@ def _weights_kernel(
 def _tail_kernel(
     q_ptr, k_d, rows_ptr, heads_ptr, starts_ptr, top_ptr, total_ptr, column_ptr, distance_ptr, q_len, kv_len, heads,
     group, rows_cap, span, tiles, per_program, scale, D: tl.constexpr, WIDTH: tl.constexpr, LOGIT: tl.constexpr,
-    BY_MAX: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BY_MAX: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores per column and per distance of up to 64 sampled rows that follow one another.
 
@@ -147,7 +161,7 @@ def _tail_kernel(
     turn = (turn >> 3) * 512 + step * 8 + (turn & 7)
     line = slot.to(tl.int64) * span
     before = tl.zeros([128], tl.float32)
-    for tile in tl.range(first, last + 1, num_stages=2):
+    for tile in tl.range(first, last + 1, num_stages=STAGES):
         columns = tile * 128 + place
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
         weight = _statistic(row, q, k, norm, tile * 128, scale, LOGIT, PRECISION)
@@ -245,6 +259,26 @@ def warps_for(generation: int) -> int:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """Tiles of keys in flight: in the first pass over K, and in the second."""
+
+    norms: int
+    scores: int
+
+
+def stages(width: int, element_size: int, room: int) -> Stages:
+    """As many as fit `room` bytes of shared memory. Both passes keep the queries, the second also passes a tile of
+    float32 statistics from thread to thread."""
+    rows, keys = 64 * width * element_size, 128 * width * element_size
+    return Stages(stages_within(room, 3, keys, rows), stages_within(room, 2, keys, rows + _STATISTICS))
+
+
+def least_room(width: int, element_size: int) -> int:
+    """Bytes of shared memory that the second pass takes with one stage, no less than other kernels with products."""
+    return 192 * width * element_size + _STATISTICS + BARRIERS
+
+
+@dataclass(frozen=True)
 class Sampled:
     """The rows of each head that are looked at, and how: the arguments that every kernel of the estimate shares.
 
@@ -282,6 +316,10 @@ class Sampled:
         dim = self.q.shape[-1]
         return {"D": dim, "WIDTH": pad_dim(dim), "LOGIT": self.logit, "PRECISION": precision(self.q.dtype)}
 
+    @property
+    def stages(self) -> Stages:
+        return stages(pad_dim(self.q.shape[-1]), self.q.element_size(), shared_room(self.q.device))
+
     def _per_program(self) -> int:
         return max(1, min(16, self.tiles * self.heads.shape[0] // PROGRAMS))
 
@@ -304,7 +342,7 @@ def norms(
     )  # fmt: skip
     _norm_kernel[(lines, splits, chunks)](
         *sampled._pointers(), *sampled._sizes(), tiles, -(-tiles // splits), chunks, sampled.unit,
-        **sampled._constants(), num_warps=warps_for(capability(sampled.q.device)),
+        **sampled._constants(), STAGES=sampled.stages.norms, num_warps=warps_for(capability(sampled.q.device)),
     )  # fmt: skip
     return sampled
 
@@ -318,7 +356,7 @@ def tail(sampled: Sampled, by_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
     _tail_kernel[(column.shape[0], -(-sampled.tiles // per_program))](
         *sampled._pointers(), column, distance, *sampled._sizes(), span, sampled.tiles, per_program, sampled.unit,
         **sampled._constants(), BY_MAX=by_max, SPLITS=sampled.top.shape[2],
-        num_warps=warps_for(capability(sampled.q.device)),
+        STAGES=sampled.stages.scores, num_warps=warps_for(capability(sampled.q.device)),
     )  # fmt: skip
     return column, distance
 
@@ -330,7 +368,8 @@ def weights(sampled: Sampled, by_max: bool) -> tuple[torch.Tensor, torch.Tensor]
     per_program = sampled._per_program()
     _weights_kernel[(column.shape[0], -(-tiles // per_program))](
         *sampled._pointers(), weight, column, *sampled._sizes(), chunks, tiles * 128, tiles, per_program, sampled.unit,
-        **sampled._constants(), BY_MAX=by_max, SINGLE=chunks == 1, SPLITS=sampled.top.shape[2], num_warps=4,
+        **sampled._constants(), BY_MAX=by_max, SINGLE=chunks == 1, SPLITS=sampled.top.shape[2],
+        STAGES=sampled.stages.scores, num_warps=4,
     )  # fmt: skip
     return weight, column
 

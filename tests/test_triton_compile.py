@@ -17,11 +17,10 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from headscope import kernels
+from tests.triton_ahead import SHARED
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWEST = ROOT / ".venv" / "triton-3.9"
-SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
-"""Bytes of shared memory that one block may have."""
 
 
 def _stack_allowed(row: dict) -> int:

@@ -52,7 +52,7 @@ def _run(module, case: triton_cases.Case, layout: Layout | None) -> tuple[torch.
 
 
 @pytest.mark.parametrize("length", [1000, 4095])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim, dtype", [*((d, torch.bfloat16) for d in (64, 80, 128, 256)), (128, torch.float32)])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -61,11 +61,11 @@ def _run(module, case: triton_cases.Case, layout: Layout | None) -> tuple[torch.
         HeadPlan(top_blocks=6, block_size=64),
     ],
 )
-def test_index_and_sums(length: int, head_dim: int, plan: HeadPlan) -> None:
+def test_index_and_sums(length: int, head_dim: int, dtype: torch.dtype, plan: HeadPlan) -> None:
     from headscope.kernels import triton_index, triton_mass
 
     generator = torch.Generator(device="cuda").manual_seed(length + head_dim)
-    q, k = (torch.randn(1, h, length, head_dim, generator=generator, device="cuda").bfloat16() for h in (6, 2))
+    q, k = (torch.randn(1, h, length, head_dim, generator=generator, device="cuda").to(dtype) for h in (6, 2))
     arguments = (q, k, [plan] * 6, (0,), head_dim**-0.5, Estimator(), 128)
     ours, theirs = triton_index.build(*arguments)[1], torch_index.build(*arguments)[1]
     assert torch.equal(membership.mask(ours), membership.mask(theirs))

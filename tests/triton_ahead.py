@@ -35,6 +35,9 @@ from headscope.kernels import (
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
+SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block may have, by compute capability."""
+
 ROW_SIZES = ("row_size", "flag_size")
 """Known to be multiples of 16 at the lengths that matter, where a kernel cares."""
 
@@ -105,22 +108,45 @@ def attention(capability: int, element: str, head_dim: int) -> list[dict[str, An
     return [dense, sparse]
 
 
+_FLOATS = dict.fromkeys(
+    ("lse_ptr", "out_ptr", "top_ptr", "total_ptr", "weight_ptr", "column_ptr", "distance_ptr", "in_ptr"), "*fp32"
+)
+_BYTES = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
+
+
+def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
+    """The index and measurement kernels that form products of queries and keys, with the stages that fit."""
+    size, room = (4 if element == "fp32" else 2), SHARED[capability]
+    stages, launch = triton_scores.stages(width, size, room), triton_mass.launch(width, size, room)
+    types = _FLOATS | _BYTES | {
+        "q_d": _tile(element, 64, width), "k_d": _tile(element, 128, width), "q_ptr": f"*{element}",
+    }  # fmt: skip
+    shared = {"WIDTH": width, "PRECISION": "ieee" if element == "fp32" else "tf32"}
+    scores = shared | {"D": width, "LOGIT": False, "BY_MAX": False, "SPLITS": 32, "STAGES": stages.scores}
+    cells = shared | {"TILE": 128, "COUNT": False}
+    norms = shared | {"D": width, "LOGIT": False, "STAGES": stages.norms}
+    on_passes = triton_scores.warps_for(capability)
+    jobs: list[tuple[str, Any, dict[str, Any], int, int]] = [
+        ("norms", triton_scores._norm_kernel, norms, on_passes, 3),
+        ("weights", triton_scores._weights_kernel, scores | {"SINGLE": True}, 4, 3),
+        ("weights of many rows", triton_scores._weights_kernel, scores | {"SINGLE": False}, 4, 3),
+        ("tail", triton_scores._tail_kernel, scores, on_passes, 3),
+        ("map", triton_mass._rows_kernel, cells | {"LAYOUT": False, "BLOCKS": False}, *launch.rows.values()),
+        ("map of cells", triton_mass._rows_kernel, cells | {"LAYOUT": True, "BLOCKS": True}, *launch.rows.values()),
+        ("diagonals", triton_mass._diagonals_kernel, shared, *launch.diagonals.values()),
+    ]  # fmt: skip
+    return [
+        measure(f"{name} {element} d{width}", kernel, types, constants, capability, warps, stages)
+        for name, kernel, constants, warps, stages in jobs
+    ]
+
+
 def others(capability: int) -> list[dict[str, Any]]:
-    """The index and measurement kernels, for bf16 heads of 128."""
-    tile = {"q_d": _tile("bf16", 64, 128), "k_d": _tile("bf16", 128, 128), "q_ptr": "*bf16"}
-    floats = dict.fromkeys(
-        ("lse_ptr", "out_ptr", "top_ptr", "total_ptr", "weight_ptr", "column_ptr", "distance_ptr", "in_ptr"), "*fp32"
-    )
-    bytes_ = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
-    types = tile | floats | bytes_
-    wide = {"D": 128, "WIDTH": 128, "PRECISION": "tf32"}
+    """The kernels that form no products."""
+    types = _FLOATS | _BYTES
     lines = types | {"bands_ptr": "*i32", "windows_ptr": "*i32"}
     score = types | {"in_ptr": "*fp32", "cut_ptr": "*fp32", "score_ptr": "*fp32", "out_ptr": "*i32"}
     jobs: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
-        ("norms", triton_scores._norm_kernel, types, wide | {"LOGIT": False}),
-        ("weights", triton_scores._weights_kernel, types,
-         wide | {"LOGIT": False, "BY_MAX": False, "SINGLE": True, "SPLITS": 32}),
-        ("tail", triton_scores._tail_kernel, types, wide | {"LOGIT": False, "BY_MAX": False, "SPLITS": 32}),
         ("distances", triton_scores._distances_kernel, types,
          {"MEAN": True, "SHRUNK": True, "REMOVED": True, "BLOCK": 256}),
         *(("digit", triton_cut._digit_kernel, score, {"DIGIT": n, "CHUNK": triton_cut.CHUNK}) for n in (0, 1, 2)),
@@ -129,30 +155,23 @@ def others(capability: int) -> list[dict[str, Any]]:
         ("write", triton_select._write_kernel, score,
          {"MODE": 0, "LIST": True, "COUNT": True, "FLAGS": True, "CHUNK": triton_select.CHUNK}),
         ("boxes", triton_plan._boxes_kernel, {}, {"TILE": 128}),
-        ("cover", triton_plan._cover_kernel, bytes_, {"TILE": 128, "BLOCK": 1024}),
-        ("map", triton_mass._rows_kernel, types,
-         {"WIDTH": 128, "TILE": 128, "LAYOUT": False, "BLOCKS": False, "COUNT": False, "PRECISION": "tf32"}),
-        ("diagonals", triton_mass._diagonals_kernel, types, {"WIDTH": 128, "PRECISION": "tf32"}),
-        ("columns of pools", triton_mass._columns_kernel, floats, {}),
-        ("along diagonals", triton_mass._along_kernel, floats, {}),
+        ("cover", triton_plan._cover_kernel, _BYTES, {"TILE": 128, "BLOCK": 1024}),
+        ("columns of pools", triton_mass._columns_kernel, _FLOATS, {}),
+        ("along diagonals", triton_mass._along_kernel, _FLOATS, {}),
         ("runs, summary", triton_runs._summary_kernel, lines, {"CHUNK": triton_runs.CHUNK}),
         ("runs, count", triton_runs._count_kernel, lines, {"CHUNK": triton_runs.CHUNK, "CHUNKS": 32}),
         ("count", triton_select._count_kernel, score, {"MODE": 0, "CHUNK": triton_select.CHUNK}),
-        ("windows", triton_pools._window_mass_kernel, floats | {"score_ptr": "*fp32"}, {}),
-        ("means", triton_pools._means_kernel, floats | {"x_ptr": "*bf16"}, {"D": 128, "WIDTH": 128}),
+        ("windows", triton_pools._window_mass_kernel, _FLOATS | {"score_ptr": "*fp32"}, {}),
+        ("means", triton_pools._means_kernel, _FLOATS | {"x_ptr": "*bf16"}, {"D": 128, "WIDTH": 128}),
         ("counts", triton_plan._counts_kernel, {}, {"TILE": 128}),
         ("compact", triton_plan._compact_kernel, dict.fromkeys(("k_ptr", "v_ptr", "kc_ptr", "vc_ptr"), "*bf16"),
          {"D": 128, "WIDTH": 128, "ROWS": 32}),
-        ("keep", triton_plan._keep_kernel, bytes_, {"TILE": 128, "WORDS": 32, "WHOLE": True}),
+        ("keep", triton_plan._keep_kernel, _BYTES, {"TILE": 128, "WORDS": 32, "WHOLE": True}),
         ("counts for gluon", gluon_attention._counts_kernel, {}, {}),
         ("uneven for gluon", gluon_attention._uneven_kernel, {}, {}),
-        ("reduce for gluon", gluon_mass._reduce_kernel, floats | {"part_ptr": "*fp32"}, {"GROUPS": 4, "WIDTH": 64}),
+        ("reduce for gluon", gluon_mass._reduce_kernel, _FLOATS | {"part_ptr": "*fp32"}, {"GROUPS": 4, "WIDTH": 64}),
     ]  # fmt: skip
-    on_passes = triton_scores.warps_for(capability)
-    warps = {
-        "norms": on_passes, "tail": on_passes, "runs": 8, "runs, summary": 8, "runs, count": 8, "counts": 2,
-        "uneven for gluon": 1,
-    }  # fmt: skip
+    warps = {"runs": 8, "runs, summary": 8, "runs, count": 8, "counts": 2, "uneven for gluon": 1}
     return [
         measure(name, kernel, kinds, constants, capability, warps.get(name, 4))
         for name, kernel, kinds, constants in jobs
@@ -177,6 +196,8 @@ def main(capabilities: list[int]) -> None:
         rows = others(capability) + block_rows(capability)
         for element, head_dim in (("bf16", 64), ("bf16", 128), ("fp16", 96), ("bf16", 256)):
             rows += attention(capability, element, head_dim)
+        for element, width in (("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 64)):
+            rows += passes(capability, element, width)
         for row in rows:
             print(json.dumps(row), flush=True)
 
