@@ -24,13 +24,20 @@ NEWEST = ROOT / ".venv" / "triton-3.9"
 
 
 def _stack_allowed(row: dict) -> int:
-    """Bytes of spills a thread. The masked tiles of the layout kernel spill, not its main loops on sm_90."""
-    if row["name"].startswith("rows"):
+    """Bytes of spills a thread. Masked tiles spill, not the main loops where products keep operands in shared memory
+    (sm_90, sm_100); float32 products take a whole head through registers."""
+    name, wide = row["name"], row["name"].endswith("d256")
+    if name.startswith("rows"):
         return 0
-    layout, wide = row["name"].startswith("attend"), row["name"].endswith("d256")
-    if row["sm"] >= 90:
-        return (512 if wide else 64) if layout else 16
-    return (4096 if wide else 640) if layout else 640
+    if "fp32" in name:
+        return 13_000
+    if row["sm"] in (90, 100):
+        if name.startswith("attend"):
+            return 512 if wide else 64
+        return 900 if name.startswith(("map of cells", "weights of many")) else 16
+    if name.startswith("attend"):
+        return 4096 if wide else 1100
+    return 7000 if wide else 1700 if name.startswith("map of cells") else 640
 
 
 def _compile(capability: int, site: Path | None = None) -> list[dict]:
