@@ -6,13 +6,22 @@ import streamlit as st
 
 PAGES = Path(__file__).parent / "pages"
 
+HEADS = st.Page(PAGES / "heads.py", title="Heads", url_path="start", default=True)
+
+
+def heads() -> None:
+    """The main page is at /; this one leads there from /heads, as the other pages' addresses do."""
+    st.switch_page(HEADS, query_params=st.query_params.to_dict())
+
+
 st.navigation(
     [
-        st.Page(PAGES / "heads.py", title="Heads", default=True),
+        HEADS,
         st.Page(PAGES / "tune.py", title="Tune"),
         st.Page(PAGES / "search.py", title="Search"),
         st.Page(PAGES / "configs.py", title="Configs"),
         st.Page(PAGES / "learn.py", title="Learn"),
+        st.Page(heads, title="Heads", url_path="heads", visibility="hidden"),
     ],
     position="top",
 ).run()

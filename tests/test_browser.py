@@ -323,6 +323,19 @@ def test_an_upload_of_fifty_megabytes_is_refused_in_one_sentence(studio: Studio,
     page.context.close()
 
 
+@pytest.mark.parametrize("name", ["heads", "tune", "search", "configs", "learn"])
+def test_pages_by_their_names(studio: Studio, browser: Any, name: str) -> None:
+    """Each page at the address of its name, with what the address says of it."""
+    page = open_page(browser, f"{studio.url}/{name}?prompt=key_value")
+    page.get_by_test_id("stTopNavLink").first.wait_for()
+    settle(page)
+    assert page.get_by_text("Page not found").count() == 0
+    assert page.get_by_test_id("stTopNavLink").count() == 5
+    assert page.title() == f"{name.capitalize()} · headscope"
+    assert "prompt=key_value" in page.url, page.url
+    page.context.close()
+
+
 def test_a_second_studio_on_the_same_file_says_so(studio: Studio, browser: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
