@@ -2,9 +2,9 @@
 
 `exp(score - lse)` needs one product per tile and no second pass. A program holds 64 * GROUPS query rows and walks
 over the keys, so that each row block meets the pools of keys one after another: the sum of a pool is complete when
-its last key has passed. A pool of rows is made of several row blocks, and a row block may lie in two pools, and
-then writes two partial sums per warp, else one; `_reduce_kernel` adds them in order of rows. No atomics: the same bits
-every time.
+its last key has passed. A pool of rows is made of several row blocks. A row block that lies in two such pools writes
+two partial sums per warp, any other one; `_reduce_kernel` adds them in order of rows. No atomics: the same bits every
+time.
 
 Pools must be at least as large as a tile (64 rows by 128 keys); smaller ones are Triton's, see `serves_pooled`.
 """
@@ -64,42 +64,36 @@ def _load(q_d, k_d, shared, head, kv_head, row, key, tiles, D: gl.constexpr, STA
 
 @gluon.jit
 def _edge(first, span, pools, pool):
-    """First position of a pool."""
+    """First row of a pool of rows."""
     return first + (span.to(gl.int64) * pool // pools).to(gl.int32)
 
 
 @gluon.jit
 def _thread_sums(weights):
-    """[64, KEYS] to [64, 4]: what each of a row's four threads holds, added up in four chains."""
+    """[64, KEYS] to [64, 4]: what each of a row's four threads holds, added up in two chains."""
     return gl.sum(gl.sum(weights.reshape([64, _KEYS // 8, 4, 2]), 1), 2)
-
-
-@gluon.jit
-def _split(weights, cols, edge):
-    """The sums [64, 4] of a tile's cells before column `edge`, and those from there on."""
-    early = gl.where(cols < edge, 1.0, 0.0)[None, :]
-    return _thread_sums(weights * early), _thread_sums(weights * (1.0 - early))
 
 
 @gluon.jit
 def _add(sums, s, key, key_edge, key1, r0, rows, cols, lse, scale):
     """The sums [64, 4] with those of a tile's cells before `key_edge` added, and the sums of its cells from there on.
 
-    Exponentials bound this kernel. The usual tile has a block without a branch, so that the compiler puts its additions
-    between them; for the same reason no code of the branches is shared.
+    Exponentials bound this kernel: the usual tile has a block without a branch, in which the compiler puts additions
+    between them.
     """
     late = gl.zeros_like(sums)
     masked = (key + _KEYS - 1 > r0) | (key + _KEYS > key1)
     if masked | (key_edge < key + _KEYS):
+        keys = key + cols
         if masked:
-            seen = ((rows - key)[:, None] >= cols[None, :]) & (cols < key1 - key)[None, :]
-            s = gl.where(seen, s, float("-inf"))
-            early, late = _split(gl.exp2(s * scale - lse[:, None]), cols, key_edge - key)
-        else:
-            early, late = _split(gl.exp2(s * scale - lse[:, None]), cols, key_edge - key)
+            s = gl.where((rows[:, None] >= keys[None, :]) & (keys < key1)[None, :], s, float("-inf"))
+        weights = gl.exp2(s * scale - lse[:, None])
+        early = gl.where(keys < key_edge, 1.0, 0.0)[None, :]
+        sums += _thread_sums(weights * early)
+        late += _thread_sums(weights * (1.0 - early))
     else:
-        early = _thread_sums(gl.exp2(s * scale - lse[:, None]))
-    return sums + early, late
+        sums += _thread_sums(gl.exp2(s * scale - lse[:, None]))
+    return sums, late
 
 
 @gluon.jit
@@ -120,10 +114,10 @@ def _flush(at, sums, upper, split):
 
 
 @gluon.jit
-def _sum(shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, G: gl.constexpr, D: gl.constexpr,
+def _sum(shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, G: gl.constexpr, D: gl.constexpr,
          STAGES: gl.constexpr):
     q_s, k_s, q_full, full, empty = shared
-    row0, row1, row_pools, key0, key1, key_pools = grid
+    row0, row1, row_pools, key0, key1, key_pools = spans
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16])
     r0 = p0 + G * 64
     rows = r0 + gl.arange(0, 64, gl.SliceLayout(1, SL))
@@ -181,7 +175,9 @@ def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, h
                 STAGES: gl.constexpr, GROUPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr):
     """Grid (heads * row_blocks,) over `heads` heads from first_head on, longest row blocks first.
 
-    `part` [heads, row_blocks * GROUPS, key_pools, 2, 4]: partial sums of each 64 rows; `scale` times log2(e).
+    `part` [heads, row_blocks * GROUPS, key_pools, 2, 4]: partial sums of each 64 rows, one a warp. Written are pools of
+    keys that begin before the end of the program's tiles, and the second of the two sums where a pool of rows begins
+    inside the 64. `scale` times log2(e).
     """
     BM: gl.constexpr = 64 * GROUPS
     pid = gl.program_id(0)
@@ -205,19 +201,19 @@ def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, h
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
     shared = (q_s, k_s, q_full, full, empty)
-    grid = (row0, row1, row_pools, key0, key1, key_pools)
+    spans = (row0, row1, row_pools, key0, key1, key_pools)
     if GROUPS == 4:
         gl.warp_specialize([
-            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 0, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 1, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 2, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 3, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 0, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 1, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 2, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 3, D, STAGES)),
             (_load, (q_d, k_d, shared, head, head // group, p0 - first, start + key0, tiles, D, STAGES, GROUPS)),
         ], [4, 4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 0, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, grid, p0, first, q_len, tiles, scale, 1, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 0, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 1, D, STAGES)),
             (_load, (q_d, k_d, shared, head, head // group, p0 - first, start + key0, tiles, D, STAGES, GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
 

@@ -21,10 +21,11 @@ def serves(q: torch.Tensor) -> str | None:
         check_inputs(q, q, None, 1.0)
     except ValueError as error:
         return str(error)
-    # Products of half types pass their operands on in registers where shared memory is small.
-    needed, room = triton_scores.least_room(pad_dim(q.shape[-1]), 4), shared_room(q.device)
-    if q.dtype == torch.float32 and needed > room:
-        return f"float32 heads of {q.shape[-1]} need {needed} bytes of shared memory, this GPU has {room}"
+    # Half types fit every GPU: where shared memory is small, products read queries from registers.
+    if q.dtype == torch.float32:
+        needed, room = triton_scores.room_for_float32(pad_dim(q.shape[-1])), shared_room(q.device)
+        if needed > room:
+            return f"float32 heads of {q.shape[-1]} need {needed} bytes of shared memory, this GPU has {room}"
     return None
 
 

@@ -147,6 +147,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, scale
     for name, x in (("k", k), ("v", v)):
         if x is not None and (x.dtype != q.dtype or x.device != q.device):
             raise ValueError(f"{name} must have q's dtype and device, got {x.dtype} on {x.device}")
+    # Products of wider float32 heads fill the shared memory of every GPU, and take minutes to compile.
     most = 128 if q.dtype == torch.float32 else 256
     if not 1 <= q.shape[-1] <= most:
         raise ValueError(f"impl={impl!r} serves {q.dtype} heads of sizes up to {most}, got {q.shape[-1]}")

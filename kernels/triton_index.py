@@ -62,10 +62,12 @@ def build(
     lengths = tuple(kv_len - starts[n // heads] for n in range(len(plans)))
     table = _empty_tables(plans, lengths, kv_len, tile, q.device)
     online = [n for n, plan in enumerate(plans) if plan.online_slash and lengths[n] > 0]
-    kept = 2 if _at_once(estimator) else -(-estimator.rows // 64) * 64
+    rows = _sampled_rows(starts, q_len, kv_len, estimator, q.device)
+    # A score per column and one per distance, or the statistic of every sampled row.
+    kept = 2 if _at_once(rows, estimator) else -(-rows.shape[1] // 64) * 64
     turn = max(1, _SCORES // (kept * max(1, -(-kv_len // 128) * 128)))
     for at in range(0, len(online), turn):
-        _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, estimator, tile, table)
+        _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, rows, estimator, tile, table)
     blocks, block_count, slots = _choose_blocks(q, k, plans, lengths, starts, scale)
     columns = tuple(
         min(max(plan.vertical, plan.sink), length) if plan.online_slash else len(plan.columns)
@@ -128,27 +130,26 @@ def _fixed_bands(plans: Sequence[HeadPlan], most: int, device: torch.device) -> 
     return bands, device_ints(tuple(len(plan.bands) for plan in plans), device).clone()
 
 
-def _at_once(estimator: Sampling) -> bool:
-    """Whether distances are added up without statistics being kept: one row follows another in the tail, and distances
-    do not wait for the chosen columns."""
-    tail = estimator.where == "tail" and estimator.rows <= 64
+def _at_once(rows: torch.Tensor, estimator: Sampling) -> bool:
+    """Whether distances are added up without statistics being kept: up to 64 rows in the tail, where one follows
+    another, and no wait for the chosen columns."""
+    tail = estimator.where == "tail" and rows.shape[1] <= 64
     return tail and estimator.slashes == "sum" and estimator.overlap != "removed"
 
 
 def _choose_lines(
     q: torch.Tensor, k: torch.Tensor, plans: Sequence[HeadPlan], online: list[int], lengths: tuple[int, ...],
-    starts: tuple[int, ...], scale: float, estimator: Sampling, tile: int, table: _Tables,
+    starts: tuple[int, ...], scale: float, rows: torch.Tensor, estimator: Sampling, tile: int, table: _Tables,
 ) -> None:  # fmt: skip
     """Columns, distances and windows of the vertical-slash heads `online`, written into `table`."""
-    device, q_len, kv_len = q.device, q.shape[2], k.shape[2]
+    device, kv_len = q.device, k.shape[2]
     heads = device_ints(tuple(online), device)
     own = tuple(lengths[n] for n in online)
-    rows = _sampled_rows(starts, q_len, kv_len, estimator, device)
     sampled = triton_scores.norms(q, k, heads, rows, device_ints(starts, device), scale, estimator.statistic == "logit")
     by_max, removed = estimator.columns == "max", estimator.overlap == "removed"
     flags = torch.empty(len(online), kv_len, dtype=torch.uint8, device=device) if removed else None
     sink, vertical = [plans[n].sink for n in online], [plans[n].vertical for n in online]
-    at_once = _at_once(estimator)
+    at_once = _at_once(rows, estimator)
     if at_once:
         column_score, score = triton_scores.tail(sampled, by_max)
     else:

@@ -33,8 +33,8 @@ SPLITS = 32
 PROGRAMS = 1024
 """Programs that a pass over the keys of all heads is split into, as far as 16 tiles a program go."""
 
-
-_STATISTICS = 64 * 128 * 4
+_TILE_BYTES = 64 * 128 * 4
+"""Of a tile of statistics, float32."""
 
 
 @triton.jit
@@ -266,16 +266,17 @@ class Stages:
     scores: int
 
 
-def stages(width: int, element_size: int, room: int) -> Stages:
+def stages_for(width: int, element_size: int, room: int) -> Stages:
     """As many as fit `room` bytes of shared memory. Both passes keep the queries, the second also passes a tile of
     float32 statistics from thread to thread."""
-    rows, keys = 64 * width * element_size, 128 * width * element_size
-    return Stages(stages_within(room, 3, keys, rows), stages_within(room, 2, keys, rows + _STATISTICS))
+    queries, keys = 64 * width * element_size, 128 * width * element_size
+    return Stages(stages_within(room, 3, keys, queries), stages_within(room, 2, keys, queries + _TILE_BYTES))
 
 
-def least_room(width: int, element_size: int) -> int:
-    """Bytes of shared memory that the second pass takes with one stage, no less than other kernels with products."""
-    return 192 * width * element_size + _STATISTICS + BARRIERS
+def room_for_float32(width: int) -> int:
+    """Bytes of shared memory that products of float32 heads up to 128 take at most, with one stage: those of the second
+    pass over K in pieces of 64 rows, which hold two tiles of queries."""
+    return 4 * width * (64 + 64 + 128) + _TILE_BYTES + BARRIERS
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class Sampled:
 
     @property
     def stages(self) -> Stages:
-        return stages(pad_dim(self.q.shape[-1]), self.q.element_size(), shared_room(self.q.device))
+        return stages_for(pad_dim(self.q.shape[-1]), self.q.element_size(), shared_room(self.q.device))
 
     def _per_program(self) -> int:
         return max(1, min(16, self.tiles * self.heads.shape[0] // PROGRAMS))

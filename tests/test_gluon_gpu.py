@@ -160,7 +160,7 @@ def test_every_window_and_column_is_used() -> None:
 def test_pooled_maps_are_exact_and_repeat_bit_for_bit() -> None:
     from headscope.kernels import gluon_mass
 
-    for seed in range(40):
+    for seed in range(80):
         rng = random.Random(seed)
         torch.manual_seed(seed)
         batch, kv_heads, group = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 3, 4))
@@ -170,9 +170,9 @@ def test_pooled_maps_are_exact_and_repeat_bit_for_bit() -> None:
         q = torch.randn(batch, kv_heads * group, q_len, head_dim, device="cuda").bfloat16()
         k = torch.randn(batch, kv_heads, length, head_dim, device="cuda").bfloat16()
         lse = reference.dense(q, k, k, head_dim**-0.5, starts)[1].float()
-        rows = (0, length) if rng.random() < 0.5 else (rng.randrange(length - 63), length)
-        cols = (0, length) if rng.random() < 0.5 else (rng.randrange(length - 127), length)
-        shape = (rng.randrange((rows[1] - rows[0]) // 64) + 1, rng.randrange((cols[1] - cols[0]) // 128) + 1)
+        rows, cols = (span_of(rng, length, least) for least in (64, 128))
+        most = ((rows[1] - rows[0]) // 64, (cols[1] - cols[0]) // 128)
+        shape = most if rng.random() < 0.3 else (rng.randrange(most[0]) + 1, rng.randrange(most[1]) + 1)
         got = gluon_mass.pooled(q, k, lse, head_dim**-0.5, starts, rows, cols, shape)
         expected = torch_mass.pooled(q.float(), k.float(), lse, head_dim**-0.5, starts, rows, cols, shape)
         case = f"{seed}: {q.shape} {k.shape} {starts} {rows} {cols} {shape}"
@@ -203,6 +203,13 @@ def test_pooled_maps_at_length(length: int) -> None:
                 sums = torch.softmax(scores, 1).sum(0).cumsum(0)
                 sums = torch.cat([sums.new_zeros(1), sums])[key_edges].diff()
                 assert torch.allclose(got[0, head, pool].double(), sums, rtol=5e-5, atol=1e-9), (shape, pool, head)
+
+
+def span_of(rng: random.Random, length: int, least: int) -> tuple[int, int]:
+    """All of `length`, or some of it: whole pools of `least`, or any number from there on."""
+    size = rng.choice((length, length // least * least, rng.randrange(least, length + 1)))
+    first = rng.randrange(length - size + 1)
+    return first, first + size
 
 
 def edges(first: int, end: int, pools: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ def _stack_allowed(row: dict) -> int:
     if name.startswith("rows"):
         return 0
     if "fp32" in name:
-        return 13_000
+        return 30_000 if name.endswith("d128") else 13_000
     if row["sm"] in (90, 100):
         if name.startswith("attend"):
             return 512 if wide else 64

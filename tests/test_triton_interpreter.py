@@ -28,6 +28,7 @@ ESTIMATORS = (
     Estimator(rows=64, where="half", overlap="removed"),
     Estimator(rows=16, statistic="logit", slashes="mean"),
     Estimator(rows=33, where="spread", slashes="shrunk", overlap="removed"),
+    Estimator(rows=100),
 )
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
@@ -192,13 +193,15 @@ PLANS = {
 
 @inside
 @pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("estimator, room", [*((number, 2**28) for number in range(6)), (0, 1), (4, 1)])
-def test_index_equals_torch(plans: str, estimator: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "estimator, shape, room", [*((number, number % 3, 2**28) for number in range(7)), (0, 0, 1), (4, 1, 1), (6, 2, 1)]
+)
+def test_index_equals_torch(plans: str, estimator: int, shape: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same requested and computed cells as the torch path, with all heads at once and with room for one."""
     from headscope.kernels import triton_index
 
     monkeypatch.setattr(triton_index, "_SCORES", room)
-    batch, q_len, kv_len, starts = SHAPES[estimator % 3]
+    batch, q_len, kv_len, starts = SHAPES[shape]
     generator = torch.Generator().manual_seed(7 * estimator + kv_len)
     q = torch.randn(batch, 6, q_len, 16, generator=generator)
     k = torch.randn(batch, 2, kv_len, 16, generator=generator)

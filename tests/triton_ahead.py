@@ -117,7 +117,7 @@ _BYTES = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
 def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
     """The index and measurement kernels that form products of queries and keys, with the stages that fit."""
     size, room = (4 if element == "fp32" else 2), SHARED[capability]
-    stages, launch = triton_scores.stages(width, size, room), triton_mass.launch(width, size, room)
+    stages, on_maps = triton_scores.stages_for(width, size, room), triton_mass.stages_for(width, size, room)
     types = _FLOATS | _BYTES | {
         "q_d": _tile(element, 64, width), "k_d": _tile(element, 128, width), "q_ptr": f"*{element}",
     }  # fmt: skip
@@ -125,15 +125,15 @@ def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
     scores = shared | {"D": width, "LOGIT": False, "BY_MAX": False, "SPLITS": 32, "STAGES": stages.scores}
     cells = shared | {"TILE": 128, "COUNT": False}
     norms = shared | {"D": width, "LOGIT": False, "STAGES": stages.norms}
-    on_passes = triton_scores.warps_for(capability)
+    on_passes, of_maps = triton_scores.warps_for(capability), triton_mass.warps_for(size)
     jobs: list[tuple[str, Any, dict[str, Any], int, int]] = [
         ("norms", triton_scores._norm_kernel, norms, on_passes, 3),
         ("weights", triton_scores._weights_kernel, scores | {"SINGLE": True}, 4, 3),
         ("weights of many rows", triton_scores._weights_kernel, scores | {"SINGLE": False}, 4, 3),
         ("tail", triton_scores._tail_kernel, scores, on_passes, 3),
-        ("map", triton_mass._rows_kernel, cells | {"LAYOUT": False, "BLOCKS": False}, *launch.rows.values()),
-        ("map of cells", triton_mass._rows_kernel, cells | {"LAYOUT": True, "BLOCKS": True}, *launch.rows.values()),
-        ("diagonals", triton_mass._diagonals_kernel, shared, *launch.diagonals.values()),
+        ("map", triton_mass._rows_kernel, cells | {"LAYOUT": False, "BLOCKS": False}, of_maps, on_maps.rows),
+        ("map of cells", triton_mass._rows_kernel, cells | {"LAYOUT": True, "BLOCKS": True}, of_maps, on_maps.rows),
+        ("diagonals", triton_mass._diagonals_kernel, shared, of_maps, on_maps.diagonals),
     ]  # fmt: skip
     return [
         measure(f"{name} {element} d{width}", kernel, types, constants, capability, warps, stages)
@@ -196,8 +196,9 @@ def main(capabilities: list[int]) -> None:
         rows = others(capability) + block_rows(capability)
         for element, head_dim in (("bf16", 64), ("bf16", 128), ("fp16", 96), ("bf16", 256)):
             rows += attention(capability, element, head_dim)
-        for element, width in (("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 64)):
-            rows += passes(capability, element, width)
+        for element, width in (("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128)):
+            if element != "fp32" or triton_scores.room_for_float32(width) <= SHARED[capability]:
+                rows += passes(capability, element, width)
         for row in rows:
             print(json.dumps(row), flush=True)
 
