@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import polars as pl
@@ -44,7 +45,8 @@ def main() -> None:
 
 def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     """Which head, which pattern, which budgets; where else to use them; undo."""
-    values = widgets.metric_grid(held.grid(run.id, draft.patterns, draft.estimator), "missed_mass_mean")
+    # By what the heads lost before the edits: a head that is mended keeps its place in the queue.
+    values = widgets.metric_grid(held.grid(run.id, draft.unedited.patterns, draft.estimator), "missed_mass_mean")
     widgets.head_picker(seen, run, widgets.head_order(seen, values), "tune")
     pattern = draft.patterns[seen.layer][seen.head]
     tokens = run.row.tokens
@@ -86,10 +88,7 @@ def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
 
 def previous(draft: Draft, seen: View) -> Pattern:
     """The pattern that this head had in the version that the draft stands on."""
-    standing = draft
-    while standing.edits and standing.edits[-1].base is None:
-        standing = standing.undone()
-    return standing.patterns[seen.layer][seen.head]
+    return draft.unedited.patterns[seen.layer][seen.head]
 
 
 def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) -> None:
@@ -104,32 +103,31 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
     def write(name: str, value: Any) -> None:
         if value is None:
             return
-        budget = Fraction(of=value / 100, least=1) if share and name in shared else int(value)
-        rebuild(held, seen, draft, pattern.kind, numbers | {name: budget})
+        rebuild(held, seen, draft, pattern, lambda now: now | {name: editor.entered(numbers[name], value)})
 
     shared = {field.name for field in found if field.share and not (field.name == "sink" and field.least == 0)}
     columns = st.columns(2)
     for index, field in enumerate(found):
         value = numbers[field.name]
-        key = f"budget-{field.name}"
+        # A key of the head's own: text that was refused stays in its field, and belongs to this head.
+        key = f"budget-{field.name}-{seen.layer}-{seen.head}"
         with columns[index % 2]:
             if isinstance(value, Fraction):
                 st.number_input(
-                    field.label + ", % of prompt", 0.01, 100.0, step=0.5, format="%.2f", help=field.help,
+                    field.label + ", % of prompt", 0.01, 100.0, None, step=0.5, format="%.2f", help=field.help,
                     **state.bind(key, round(value.of * 100, 2), lambda new, name=field.name: write(name, new)),
                 )  # fmt: skip
             else:
                 most = 4096 if field.name == "block_size" else max(tokens, int(value))
                 st.number_input(
-                    field.label, field.least, most, step=step(field.name, int(value)), help=field.help,
+                    field.label, field.least, most, None, step=step(field.name, int(value)), help=field.help,
                     **state.bind(key, int(value), lambda new, name=field.name: write(name, new)),
                 )  # fmt: skip
 
     def switch(on: bool) -> None:
-        changed = {
-            name: editor.as_share(value, tokens, on) if name in shared else value for name, value in numbers.items()
-        }
-        rebuild(held, seen, draft, pattern.kind, changed)
+        rebuild(held, seen, draft, pattern, lambda now: {
+            name: editor.as_share(value, tokens, on) if name in shared else value for name, value in now.items()
+        })  # fmt: skip
 
     with st.container(horizontal=True):
         st.toggle("As a share of the prompt", **state.bind("share", share, switch),
@@ -138,9 +136,10 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
             windowed = "windows" in numbers
 
             def window(on: bool) -> None:
-                rest = {"vertical": numbers["vertical"], "sink": numbers["sink"]}
                 extra = {"windows": 4} if on else {"slash": 256, "local": 16}
-                rebuild(held, seen, draft, pattern.kind, rest | extra)
+                rebuild(held, seen, draft, pattern, lambda now: {
+                    "vertical": now["vertical"], "sink": now["sink"], **extra
+                })  # fmt: skip
 
             st.toggle("Whole windows", **state.bind("windowed", windowed, window),
                       help="Buys windows of 128 distances by their mass, in place of single distances")  # fmt: skip
@@ -155,10 +154,17 @@ def step(name: str, value: int) -> int:
     return 8 if value < 128 else 32
 
 
-def rebuild(held: Lab, seen: View, draft: Draft, kind: str, values: dict[str, Any]) -> None:
-    """A new pattern from the fields; what does not fit becomes a sentence and changes nothing."""
+def rebuild(
+    held: Lab, seen: View, draft: Draft, drawn: Pattern, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """The head's pattern with its numbers changed; what does not fit becomes a sentence and changes nothing.
+
+    The newest numbers count, so that an edit of another tab stays, unless it chose other fields than were drawn here.
+    """
+    newest = (held.draft(draft.id) or draft).patterns[seen.layer][seen.head]
+    same = newest.kind == drawn.kind and editor.fields_of(newest) == editor.fields_of(drawn)
     try:
-        edit(held, seen, draft, editor.build(kind, values))
+        edit(held, seen, draft, editor.build(drawn.kind, change(editor.values_of(newest if same else drawn))))
     except ValueError as error:
         seen.notice = f"That budget does not fit: {error}."
 

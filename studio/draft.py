@@ -70,6 +70,11 @@ class Draft:
                 since += 1
         return name, row_id, since
 
+    @cached_property
+    def unedited(self) -> Draft:
+        """This draft at the version that it stands on, without the edits made since."""
+        return replace(self, edits=self.edits[: len(self.edits) - self.standing[2]])
+
     @property
     def title(self) -> str:
         """Such as `v3 calm + 2 edits`."""

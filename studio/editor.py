@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headscope.engine.patterns import AShape, BlockSparse, Budget, Dense, Fraction, Pattern, VerticalSlash
@@ -73,6 +73,11 @@ def build(kind: str, values: Mapping[str, Any]) -> Pattern:
         "dense": Dense, "a-shape": AShape, "vertical-slash": VerticalSlash, "block-sparse": BlockSparse,
     }  # fmt: skip
     return makers[kind](**values)
+
+
+def entered(shown: Budget, number: float) -> Budget:
+    """The budget that a number in a field means: a percentage where the field shows one, whose floor and cap stay."""
+    return replace(shown, of=number / 100) if isinstance(shown, Fraction) else int(number)
 
 
 def as_share(budget: Budget, length: int, on: bool) -> Budget:
