@@ -35,7 +35,9 @@ def keep(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> None:
     """The draft, and saving it under a name."""
     st.subheader("Your draft", anchor=False)
     if run is None or draft is None:
-        st.markdown("No run is open, so there is no draft. Run a prompt on the Heads page, or open a version below.")
+        st.markdown(
+            "No run is open, so there is no draft. Run a prompt on the Heads page, or choose one of the saved versions."
+        )
         return
     changed = len(draft.changed)
     st.text(
@@ -73,7 +75,7 @@ def bring_in(held: Lab, seen: View, facts: ModelFacts | None) -> None:
     try:
         config = exports.read_import(file.name, file.getvalue(), facts)
     except HeadscopeError as error:
-        st.error(words.plain_markdown(str(error)))
+        st.error(words.plain_markdown(str(error), file.name[:80]))
         return
     st.text(f"{file.name}: {len(config.heads)} layers of {len(config.heads[0])} heads, for {config.model.get('name')}")
     if facts is None:

@@ -2,9 +2,10 @@
 
 import streamlit as st
 
-from headscope.studio import widgets
+from headscope.studio import state, widgets
 from headscope.studio.lessons import chapters
 
 st.set_page_config(page_title="Learn · headscope", layout="wide")
 st.html(widgets.STYLE)
+state.keep_link(state.view(), None)
 chapters.show()

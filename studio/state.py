@@ -20,7 +20,7 @@ from headscope.engine.errors import HeadscopeError, PromptError
 from headscope.engine.facts import ModelFacts
 from headscope.engine.inspection import starting_config
 from headscope.engine.packaged import PACKAGED
-from headscope.studio import prompts
+from headscope.studio import prompts, words
 from headscope.studio.draft import Draft, Grid
 from headscope.studio.lab import Lab
 from headscope.studio.results import METRICS, Run
@@ -32,10 +32,16 @@ T = TypeVar("T")
 
 FIRST_SAMPLE = "code"
 
+LINK = ("s", "model", "prompt", "run", "layer", "head", "metric")
+"""The query parameters of a view; a page may have others of its own."""
+
 
 @dataclass
 class View:
-    """One tab's choices. `session` names the draft and the job, and stays in the URL across reloads."""
+    """One tab's choices. `session` names the draft and the job, and stays in the URL across reloads.
+
+    `notice` is said once, `lost` (why the run that was asked for is not shown) until a run is open.
+    """
 
     session: str
     model: str = "smollm2"
@@ -55,6 +61,7 @@ class View:
     crop: tuple[int, int] | None = None
     version: str = ""
     notice: str = ""
+    lost: str = ""
     good_news: str = ""
     last_click: tuple[int, int] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -100,19 +107,23 @@ def from_query(query: Mapping[str, str]) -> View:
 
 
 def to_query(seen: View, run: Run | None) -> dict[str, str]:
-    """The query parameters that bring a person back here."""
+    """The query parameters that bring a person back here. A page that opens no run links to the one last looked at."""
     query = {"s": seen.session, "model": seen.model, "prompt": seen.sample if seen.source == "sample" else ""}
     if run is not None:
-        query |= {"model": run.row.model, "prompt": run.prompt_name if run.prompt_name in prompts.samples() else "",
-                  "run": run.id, "layer": str(seen.layer), "head": str(seen.head), "metric": seen.metric}  # fmt: skip
+        query |= {"model": run.row.model, "prompt": run.prompt_name if run.prompt_name in prompts.samples() else ""}
+    if seen.run_id:
+        query |= {"run": seen.run_id, "layer": str(seen.layer), "head": str(seen.head), "metric": seen.metric}
     return {name: value for name, value in query.items() if value}
 
 
 def keep_link(seen: View, run: Run | None) -> None:
-    """Writes the place looked at into the URL."""
+    """Writes the place looked at into the URL, beside what the page itself keeps there."""
     wanted = to_query(seen, run)
-    if dict(st.query_params) != wanted:
-        st.query_params.from_dict(wanted)
+    for name in LINK:
+        if name in st.query_params and name not in wanted:
+            del st.query_params[name]
+    if any(st.query_params.get(name) != value for name, value in wanted.items()):
+        st.query_params.update(wanted)
 
 
 def prompt(seen: View) -> prompts.Prompt:
@@ -129,7 +140,7 @@ def prompt(seen: View) -> prompts.Prompt:
 
 
 def current_run(held: Lab, seen: View) -> Run | None:
-    """The run looked at, with layer and head inside it; None if there is none or it cannot be had."""
+    """The run looked at, with layer and head inside it; None if there is none or it cannot be had, which is said."""
     linked = bool(seen.extra.get("linked"))
     if not seen.run_id and linked and seen.source == "sample":
         # A link made elsewhere names model and prompt: the latest run of both stands for it.
@@ -137,22 +148,34 @@ def current_run(held: Lab, seen: View) -> Run | None:
         seen.run_id = next(
             (row.id for row in held.store.runs() if row.prompt_sha256 == sha and row.model == seen.model), ""
         )
-    if not seen.run_id:
-        return None
-    try:
-        if held.has_run(seen.run_id):
-            run = held.run(seen.run_id)
-        else:
-            with st.spinner("Opening the run"):
-                run = held.run(seen.run_id)
-    except HeadscopeError as error:
-        seen.notice, seen.run_id = str(error), ""
-        return None
+    run = _opened(held, seen) if seen.run_id else None
     if run is None:
-        seen.run_id = ""
+        if seen.lost:
+            st.warning(words.plain_markdown(seen.lost), icon=":material/link_off:")
         return None
+    seen.lost = ""
     seen.layer = min(seen.layer, run.facts.layers - 1)
     seen.head = min(seen.head, run.facts.query_heads - 1)
+    return run
+
+
+def _opened(held: Lab, seen: View) -> Run | None:
+    """The run that the view names; if it cannot be had, the view names none and `lost` says why."""
+    run_id, problem, run = seen.run_id, "", None
+    try:
+        if held.has_run(run_id):
+            run = held.run(run_id)
+        else:
+            with st.spinner("Opening the run"):
+                run = held.run(run_id)
+    except HeadscopeError as error:
+        problem = str(error)
+    if run is None:
+        seen.run_id = ""
+        seen.extra.pop("linked", None)  # no other run may stand for it without a word
+        seen.lost = problem or (
+            f"The run {run_id} is not kept here: run its prompt again on the Heads page, or open an earlier run there."
+        )
     return run
 
 

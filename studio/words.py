@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Sequence
 
+from headscope.engine.config_check import FORCE_HINT
 from headscope.engine.estimator import Estimator
 from headscope.engine.patterns import AShape, BlockSparse, Budget, Fixed, Fraction, Pattern, VerticalSlash
 
@@ -85,10 +86,17 @@ def inert(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def plain_markdown(text: str) -> str:
-    """A sentence for a message box, with everything that markdown would read taken as text."""
-    text = text.strip()
-    return escaped(text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else "."))
+def plain_markdown(text: str, name: str = "") -> str:
+    """A sentence for a message box, with everything that markdown would read taken as text.
+
+    A first word that is a name (of a file, a field) stays as it is written: one that is more than letters, as on the
+    command line, or one that begins with the given `name`. The command line's options are left out.
+    """
+    text = text.strip().replace(FORCE_HINT, "")
+    named = bool(name) and text.startswith(name)
+    if not named and text.partition(" ")[0].rstrip(",;:").isalpha():
+        text = text[:1].upper() + text[1:]
+    return escaped(text + ("" if text.endswith((".", "?", "!")) else "."))
 
 
 def escaped(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from streamlit.testing.v1 import AppTest
@@ -259,3 +261,36 @@ def test_the_script_that_draws_is_packaged_and_draws_every_kind_of_trace(monkeyp
             drawn = json.loads(json.loads(figure.proto.json)["figure"])
             for trace in drawn["data"]:
                 assert f'name:"{trace["type"]}"' in body, f"chapter {one.number}"
+
+
+def query(at: AppTest) -> dict[str, str]:
+    """The address's parameters; AppTest gives what the script wrote as text, what it was given as a list."""
+    return {name: text if isinstance(text, str) else text[-1] for name, text in at.query_params.items()}
+
+
+def test_the_address_keeps_session_and_run_beside_the_pages_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened() -> None:
+        raise AssertionError("a lesson opens no database")
+
+    monkeypatch.setattr(state, "lab", opened)
+    link = {"s": "abcdefghij", "model": "gemma3-270m", "prompt": "prose", "run": "0123456789ab", "layer": "2",
+            "head": "1", "metric": "missed_mass_worst"}  # fmt: skip
+    seen = state.from_query(link)
+    own = {"chapter": "2", "ashape-n": "16", "ashape-sink": "3"}
+    at = AppTest.from_file(PAGE, default_timeout=60)
+    at.session_state["view"] = seen
+    for name, text in own.items():
+        at.query_params[name] = text
+    at.run()
+    assert not at.exception and query(at) == link | own
+    assert state.from_query(query(at)) == dataclasses.replace(seen, born=ANY)
+    at.button(key="learn-to-1").click().run()
+    assert not at.exception and at.header[0].value.startswith("3 ·")
+    assert query(at).items() >= (link | {"chapter": "3"}).items()
+
+
+def test_a_bare_address_gets_the_sessions_name() -> None:
+    at = page(4)
+    session = at.session_state["view"].session
+    assert query(at)["s"] == session and query(at)["chapter"] == "4"
+    assert not at.run().exception and query(at)["s"] == session

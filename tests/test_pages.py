@@ -172,19 +172,21 @@ def test_three_edits_in_a_row_all_survive_and_undo_takes_them_back(held: Lab) ->
     seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
     test = ok(page("tune", seen))
     ok(test.segmented_control(key="kind").set_value("a-shape").run())
-    ok(test.number_input(key="budget-window").set_value(40).run())
-    ok(test.number_input(key="budget-sink").set_value(9).run())
+    ok(test.number_input(key="budget-window-1-2").set_value(40).run())
+    ok(test.number_input(key="budget-sink-1-2").set_value(9).run())
     run = held.run(seen.run_id)
     draft = state.draft_of(held, SESSION, run.facts)
     assert draft.patterns[1][2] == AShape(9, 40)
     assert draft.title == "start + 3 edits"
     again = ok(page("tune", View(SESSION, run_id=seen.run_id, layer=1, head=2)))
-    assert again.number_input(key="budget-window").value == 40 and again.number_input(key="budget-sink").value == 9
+    assert (
+        again.number_input(key="budget-window-1-2").value == 40 and again.number_input(key="budget-sink-1-2").value == 9
+    )
     known = held.known(seen.run_id, 1, 2, AShape(9, 40))
     metrics = {item.label: item.value for item in again.metric}
     assert metrics["misses, mean"] == words.percent(known.missed_mass_mean)
     ok(again.button(key="undo").click().run())
-    assert again.number_input(key="budget-sink").value == 4
+    assert again.number_input(key="budget-sink-1-2").value == 4
     ok(again.button(key="undo").click().run())
     ok(again.button(key="undo").click().run())
     assert again.button(key="undo").disabled
@@ -226,9 +228,57 @@ def test_budgets_as_shares_and_windows_and_a_budget_that_does_not_fit(held: Lab)
     pattern = state.draft_of(held, SESSION, held.run(seen.run_id).facts).patterns[1][1]
     assert pattern.windows == 4
     ok(test.toggle(key="windowed").set_value(False).run())
-    ok(test.number_input(key="budget-local").set_value(258).run())
+    ok(test.number_input(key="budget-local-1-1").set_value(258).run())
     assert "does not fit" in shown(test) and "local" in shown(test)
-    assert test.number_input(key="budget-local").value == 16
+    assert test.number_input(key="budget-local-1-1").value == 16
+
+
+def test_a_field_means_what_it_shows_beside_shares(held: Lab) -> None:
+    """Counts stay counts beside a share, and a share keeps its floor."""
+    seen = View(SESSION, run_id=run_now(held), layer=0, head=1)
+    facts = held.run(seen.run_id).facts
+    test = ok(page("tune", seen))
+
+    def enter(name: str, number: float | None) -> VerticalSlash:
+        ok(test.number_input(key=f"budget-{name}-0-1").set_value(number).run())
+        return state.draft_of(held, SESSION, facts).patterns[0][1]
+
+    start = state.draft_of(held, SESSION, facts).patterns[0][1]
+    assert start.vertical.least == 32 and start.slash.least == 64
+    assert enter("vertical", 8.0).vertical == replace(start.vertical, of=0.08)
+    ok(test.toggle(key="windowed").set_value(True).run())
+    assert test.number_input(key="budget-windows-0-1").label == "Windows (of 128)"
+    changed = enter("windows", 2)
+    assert changed.windows == 2 and changed.vertical == replace(start.vertical, of=0.08)
+    ok(test.toggle(key="windowed").set_value(False).run())
+    assert enter("slash", 90).slash == 90
+    before = state.draft_of(held, SESSION, facts)
+    assert enter("vertical", None) == before.patterns[0][1], "an emptied field is no edit"
+    assert test.number_input(key="budget-vertical-0-1").value == 8.0
+    assert state.draft_of(held, SESSION, facts).title == before.title
+
+
+def test_two_tabs_may_edit_one_head(held: Lab) -> None:
+    run = run_now(held)
+    seen = [View(SESSION, run_id=run, layer=0, head=2) for _ in range(2)]
+    first, second = (ok(page("tune", one)) for one in seen)
+    ok(second.number_input(key="budget-slash-0-2").set_value(20.0).run())
+    ok(first.number_input(key="budget-sink-0-2").set_value(6).run())
+    pattern = state.draft_of(held, SESSION, held.run(run).facts).patterns[0][2]
+    assert pattern.slash.of == pytest.approx(0.2) and pattern.sink == 6
+
+
+def test_the_worst_first_queue_keeps_its_order_while_heads_are_mended(held: Lab) -> None:
+    run = held.run(run_now(held))
+    grid = held.grid(run.id, state.draft_of(held, SESSION, run.facts).patterns)
+    order = state.worst_order([[one.missed_mass_mean for one in row] for row in grid])
+    seen = View(SESSION, run_id=run.id, layer=order[0][0], head=order[0][1])
+    test = ok(page("tune", seen))
+    for place in order[:3]:
+        assert (seen.layer, seen.head) == place
+        ok(test.segmented_control(key="kind").set_value("dense").run())
+        ok(test.button(key="tune-next").click().run())
+    assert (seen.layer, seen.head) == order[3]
 
 
 def test_the_curve_and_the_reason_draw(held: Lab) -> None:
@@ -588,3 +638,66 @@ def test_an_import_for_another_model_lists_all_reasons(held: Lab) -> None:
         exports.read_import("other.json", config.to_json().encode(), run.facts)
     with pytest.raises(Exception, match="JSON"):
         exports.read_import("x.json", b"{", run.facts)
+
+
+@pytest.mark.parametrize("name", ["heads", "configs", "search"])
+def test_a_link_to_a_run_that_is_not_here_says_so_until_a_run_is_open(held: Lab, name: str) -> None:
+    test = ok(page(name, None, run="a" * 12, prompt="prose", layer="1", head="2"))
+    says = "The run aaaaaaaaaaaa is not kept here"
+    assert says in shown(test)
+    assert "run" not in test.query_params
+    assert says in shown(ok(test.run()))  # as when the model has been loaded meanwhile
+    run_id = run_now(held)
+    assert says in shown(ok(test.run())) and test.session_state["view"].run_id == ""
+    test.session_state["view"].run_id = run_id
+    assert says not in shown(ok(test.run())) and says not in shown(ok(test.run()))
+
+
+def test_a_run_whose_model_changed_says_so_at_once(held: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = run_now(held)
+    loaded = held.load("smollm2")
+    held._runs.clear()
+    monkeypatch.setattr(held, "load", lambda *_: replace(loaded, fingerprint="0" * 64))
+    assert "has other weights now" in shown(ok(page("heads", View(SESSION, run_id=run_id))))
+
+
+def test_without_a_run_the_configs_page_names_the_versions_by_no_place(held: Lab) -> None:
+    text = shown(ok(page("configs")))
+    assert "choose one of the saved versions" in text and "below" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ("no file called x", "", "No file called x."),
+        ("weights: none", "", "Weights: none."),
+        ("bin.txt: not UTF-8.", "", "bin.txt: not UTF-8."),
+        ("m_neg: not JSON", "", "m_neg: not JSON."),
+        ("runs/a is a folder", "", "runs/a is a folder."),
+        ("k2 has no layers!", "", "k2 has no layers!"),
+        ("my notes: not JSON", "my notes", "my notes: not JSON."),
+        ("the file: not JSON", "notes", "The file: not JSON."),
+        ("", "", "."),
+    ],
+)
+def test_a_message_starts_with_a_capital_unless_it_starts_with_a_name(text: str, name: str, said: str) -> None:
+    assert words.plain_markdown(text, name).replace("\\", "") == said
+
+
+@pytest.mark.parametrize("fingerprint", ["", "0" * 64])
+def test_pages_leave_out_the_command_lines_option(held: Lab, fingerprint: str) -> None:
+    run = held.run(run_now(held))
+    config = HeadConfig.uniform({**run.facts.to_dict(), "fingerprint": fingerprint}, Dense())
+    reasons = config.check(run.facts)
+    assert len(reasons) == 1 and reasons[0].endswith("(--force accepts that)")
+    with pytest.raises(Exception, match="weights") as raised:
+        exports.read_import("m.json", config.to_json().encode(), run.facts)
+    said = words.plain_markdown(str(raised.value)).replace("\\", "")
+    assert "weights" in said and said.endswith(".") and "force" not in said
+
+
+def test_an_import_is_called_as_the_file_is(held: Lab) -> None:
+    test = page("configs")
+    for name in ("m_neg.json", "notes"):
+        ok(test.file_uploader(key="import").set_value((name, b"{", "application/json")).run())
+        assert any(str(error.value).replace("\\", "").startswith(f"{name}:") for error in test.error), test.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from headscope.engine.model import LoadedModel
 from headscope.engine.search_cost import CostModel
 from headscope.engine.search_grid import SAMPLING, default_grid
 from headscope.engine.search_table import Allocation, Target
-from headscope.studio import search_view, state, words
+from headscope.studio import prompts, search_view, state, words
 from headscope.studio.lab import Lab
 from headscope.studio.search_view import Plan
 from headscope.studio.state import View
@@ -313,3 +314,57 @@ def test_candidates_survive_being_shown() -> None:
     with pytest.raises(ConfigError, match="Line 2"):
         search_view.parse_grid(GRID.splitlines()[0] + "\n{oops")
     assert state.View(SESSION).extra == {}
+
+
+def query(test: AppTest) -> dict[str, str]:
+    """The address's parameters; AppTest gives what the script wrote as text, what it was given as a list."""
+    return {name: text if isinstance(text, str) else text[-1] for name, text in test.query_params.items()}
+
+
+def reloaded(test: AppTest) -> AppTest:
+    """The page as F5 brings it: a new tab, of which only the address is left."""
+    again = AppTest.from_file(str(ROOT / "pages" / "search.py"), default_timeout=60)
+    for name, value in query(test).items():
+        again.query_params[name] = value
+    again.run()
+    assert not again.exception, again.exception
+    return again
+
+
+def test_a_running_search_is_still_there_after_a_reload_and_can_be_cancelled(held: Lab) -> None:
+    def endless(context):  # type: ignore[no-untyped-def]
+        while True:
+            context.step(3, 10, "code: layer 3")
+            time.sleep(0.01)
+
+    held.worker.submit(SESSION, "search", "Searching smollm2", endless)
+    test = reloaded(page(View(SESSION)))
+    assert test.session_state["view"].session == SESSION
+    assert any("layer 3" in one.proto.text for one in test.get("progress"))
+    assert test.button(key="search-start").disabled
+    next(button for button in test.button if button.label == "Cancel").click().run()
+    job = held.worker.latest(SESSION)
+    assert job is not None and job.finished.wait(60) and job.state == "cancelled"
+
+
+def test_a_search_that_ended_is_the_one_looked_at_after_a_reload(held: Lab) -> None:
+    first = searched(held)
+    folder = next(path for path in (held.path.parent / "searches").iterdir() if (path / "search.json").exists())
+    search_view.take_in(held, folder, Target(max_missed=0.02))  # a newer one, by somebody else
+    assert held.store.searches()[0]["id"] != first
+    test = reloaded(page(View(SESSION)))
+    assert test.session_state["view"].extra["search-found"].id == first
+
+
+def test_the_address_of_the_search_page_keeps_the_open_run(held: Lab) -> None:
+    job = held.worker.submit(
+        SESSION, "run", "Run",
+        lambda context: held.run_prompt(context, "smollm2", prompts.sample("prose"), False,
+                                        lambda facts: state.draft_of(held, SESSION, facts)),
+    )  # fmt: skip
+    wait(held)
+    link = {"s": SESSION, "model": "smollm2", "prompt": "prose", "run": job.result, "layer": "2", "head": "1",
+            "metric": "missed_mass_mean"}  # fmt: skip
+    test = page(View(SESSION, run_id=job.result, layer=2, head=1))
+    assert query(test) == link
+    assert query(reloaded(test)) == link
