@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from headscope.engine import files
 from headscope.engine.config import HeadConfig
-from headscope.engine.errors import Cancelled, CaptureError, PromptError
+from headscope.engine.errors import Cancelled, CaptureError, OptionError, PromptError
 from headscope.engine.facts import FULL, ModelFacts
 from headscope.engine.integration import Call, Hook, SparsePrefill
 
@@ -73,7 +73,8 @@ def stream(
     float32 logits [vocabulary] of the last position; with `logits=False` it returns None and stops after the last
     chosen layer. `layers` defaults to every full-attention layer. `cancel` is asked at each layer.
 
-    Raises PromptError for a prompt that does not fit, CaptureError for layers that cannot be captured, Cancelled.
+    Raises PromptError for a prompt that does not fit, OptionError for layers that cannot be chosen, CaptureError for
+    one that turns out not to be plain causal attention, Cancelled.
     """
     ids = check_ids(loaded, input_ids)
     wanted = chosen_layers(loaded.facts, layers)
@@ -119,20 +120,26 @@ def check_ids(loaded: LoadedModel, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def chosen_layers(facts: ModelFacts, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Ascending layer numbers; all full-attention layers by default. CaptureError names the ones that do not serve."""
+    """Ascending layer numbers; all full-attention layers by default. OptionError names the ones that do not serve."""
     full = tuple(layer for layer, kind in enumerate(facts.layer_types) if kind == FULL)
     if layers is None:
         return full
     wanted = tuple(sorted(set(layers)))
-    outside = [layer for layer in wanted if not 0 <= layer < facts.layers]
-    if outside or not wanted:
-        raise CaptureError(f"there is no layer {outside or 'chosen'}: the model has layers 0 to {facts.layers - 1}")
+    check_layers(facts.name, facts.layers, wanted)
     left = [layer for layer in wanted if layer not in full]
     if left:
-        raise CaptureError(
-            f"layers {left} are {facts.layer_types[left[0]]} layers, which keep the model's own attention"
+        raise OptionError(
+            f"layers {files.listing(left)} of {facts.name} are {facts.layer_types[left[0]]} layers, which keep the "
+            "model's own attention: leave them out"
         )
     return wanted
+
+
+def check_layers(name: str, count: int, layers: Collection[int]) -> None:
+    """OptionError unless `layers` are some of the `count` layers of the model or config that is called `name`."""
+    outside = [layer for layer in layers if layer not in range(count)]
+    if outside or not layers:
+        raise OptionError(f"{name} has layers 0 to {count - 1}, got {files.listing(outside) or 'none'}")
 
 
 class Capture:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -14,9 +14,13 @@ from rich.table import Table as Shown
 
 from headscope.engine import cli_output
 from headscope.engine.cli_output import bar
-from headscope.engine.cli_run import Device, Dtype, Force, Json, Model
+from headscope.engine.cli_run import Device, Dtype, Force, Json, Model, told_lengths
 from headscope.engine.config import HeadConfig
 from headscope.engine.errors import ConfigError, OptionError, PromptError
+
+if TYPE_CHECKING:
+    from headscope.engine.model import LoadedModel
+    from headscope.engine.search_measure import SearchPrompt
 
 
 def evaluate(
@@ -47,7 +51,6 @@ def evaluate(
 
     Tasks on which dense itself scores under 50 % are marked uninformative.
     """
-    from headscope.engine import evaluate as quality
     from headscope.engine.inspection import check_fits
     from headscope.engine.model import load_model
     from headscope.engine.prompts import list_prompts
@@ -81,6 +84,21 @@ def evaluate(
     for text in texts:
         if len(text.ids) < 2:
             raise PromptError(f"{text.name} has one token, and the first is never predicted: give a longer text")
+    asked = ladder["lengths"] if ladder["kinds"] else []
+    with told_lengths(found, [*(len(text.ids) for text in texts), *asked]) as said:
+        report = _measured(loaded, found, texts, ladder, continue_, by_layer)
+    _show_quality(report)
+    if json is not None:
+        cli_output.write_json(json, {"config": found.digest(), "model": loaded.name, "warnings": said} | report)
+
+
+def _measured(
+    loaded: LoadedModel, found: HeadConfig, texts: Sequence[SearchPrompt], ladder: dict[str, Any], continue_: int,
+    by_layer: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The report: logits and continuations of the texts, hidden answers, and layer by layer where it is asked for."""
+    from headscope.engine import evaluate as quality
+
     parts: list[list[Any]] = [[], [], []]
     with bar("comparing logits") as progress:
         for at, text in enumerate(texts):
@@ -101,10 +119,7 @@ def evaluate(
             parts[2] = quality.by_layer(
                 loaded, torch.tensor([texts[0].ids]), found, progress=lambda done, total, words: progress(done, total)
             )  # fmt: skip
-    report = quality.report(parts[0], parts[1], cells, tasks, parts[2])
-    _show_quality(report)
-    if json is not None:
-        cli_output.write_json(json, {"config": found.digest(), "model": loaded.name} | report)
+    return quality.report(parts[0], parts[1], cells, tasks, parts[2])
 
 
 def _check_ladder(ladder: dict[str, Any]) -> None:

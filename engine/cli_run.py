@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +17,7 @@ from headscope.engine import cli_output
 from headscope.engine.cli_output import bar, note
 from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
-from headscope.engine.errors import ConfigError, OptionError
+from headscope.engine.errors import OptionError
 
 if TYPE_CHECKING:
     from headscope.engine.generate import Answer
@@ -72,14 +75,24 @@ def inspect(
     percentile, thirds); below 0.001 % it is float32 rounding. Losses are isolated: each head alone, on the tensors of
     a dense prefill.
     """
-    from headscope.engine.inspection import inspect_prompt, prompt_facts, with_evidence
+    from headscope.engine.capture import check_layers, chosen_layers
+    from headscope.engine.inspection import check_fits, inspect_prompt, prompt_facts, with_evidence
 
     if json is not None and save is not None and os.path.realpath(json) == os.path.realpath(save):
         raise OptionError("--json and --save name the same file: give each its own")
     chosen = None if config is None else HeadConfig.load(config)
     wanted = None if layers is None else parse_layers(layers)
+    if wanted is not None and chosen is not None:
+        check_layers(str(config), len(chosen.heads), wanted)  # before the model is loaded, which takes longer
     loaded, text, ids, used = _load(model, prompt, template, device, dtype)
-    with bar(f"measuring {ids.shape[1]} tokens, layer by layer") as progress:
+    if wanted is not None:
+        wanted = chosen_layers(loaded.facts, wanted)
+    if chosen is not None:
+        check_fits(chosen, loaded, force)
+    with (
+        told_lengths(chosen, [ids.shape[1]]) as said,
+        bar(f"measuring {ids.shape[1]} tokens, layer by layer") as progress,
+    ):
         result = inspect_prompt(loaded, ids, chosen, wanted, force_weights=force, progress=progress)
     described = prompt_facts(text, result.tokens, Path(prompt).stem, used)
     impl = ", ".join(sorted({row["impl"] for row in result.layers}))
@@ -87,6 +100,7 @@ def inspect(
         **_run_facts(loaded, described),
         "config": result.config.digest(),
         "config_source": "starting point" if config is None else str(config),
+        "warnings": said,
         "impl": impl,
         "seconds": result.seconds,
         "peak_mib": result.peak_mib,
@@ -150,18 +164,24 @@ def generate(
     """Answer a prompt with sparse prefill and dense decode; print the text and the time to first token (TTFT)."""
     from headscope.engine.generate import answer, next_token_kl
     from headscope.engine.host import HostProfile
-    from headscope.engine.inspection import in_situ, prompt_facts, starting_config
+    from headscope.engine.inspection import check_fits, in_situ, prompt_facts, starting_config
 
     found = None if config is None else _read_config(config)
     host = HostProfile.load()
     loaded, text, ids, used = _load(model, prompt, template, device, dtype)
     chosen = found or starting_config(loaded.facts)
+    length = int(ids.shape[1])
+    single = chosen.pick(length) if isinstance(chosen, ConfigSet) else chosen
+    why_dense = _why_dense(single, host, length)
+    if found is not None and single is not None:
+        check_fits(single, loaded, force)  # before a dense answer is waited for
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     dense = None
     if compare:
         with bar("dense answer") as progress:
             dense = answer(loaded, ids, None, on_token=lambda n: progress(n, max_new_tokens), **options)
-    with bar("sparse answer") as progress:
+    own = None if found is None or why_dense else single
+    with told_lengths(own, [length]) as said, bar("sparse answer") as progress:
         sparse = answer(
             loaded,
             ids,
@@ -171,11 +191,8 @@ def generate(
             on_token=lambda n: progress(n, max_new_tokens),
             **options,
         )
-    length = int(ids.shape[1])
-    single = chosen.pick(length) if isinstance(chosen, ConfigSet) else chosen
-    why_dense = _why_dense(single, host, length)
     report: dict[str, Any] = {
-        "run": _run_facts(loaded, prompt_facts(text, length, Path(prompt).stem, used)),
+        "run": _run_facts(loaded, prompt_facts(text, length, Path(prompt).stem, used)) | {"warnings": said},
         "ran_dense": why_dense,
         "sparse": sparse.to_dict(),
     }
@@ -197,18 +214,35 @@ def generate(
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """`0,4-7` as (0, 4, 5, 6, 7); ConfigError for anything else."""
+    """`0,4-7` as (0, 4, 5, 6, 7), each once; OptionError for anything else."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:\s*-\s*(\d{1,5}))?\s*", part)
         if match is None:
-            raise ConfigError(f"--layers {text[:60]!r} is not understood: write numbers and ranges such as 0,4-7")
+            raise OptionError(f"--layers {text[:60]!r} is not understood: write numbers and ranges such as 0,4-7")
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first:
-            raise ConfigError(f"--layers has the empty range {part.strip()}: write the smaller number first")
+            raise OptionError(f"--layers has the empty range {part.strip()}: write the smaller number first")
         found.update(range(first, last + 1))
     return tuple(sorted(found))
+
+
+@contextmanager
+def told_lengths(config: HeadConfig | None, lengths: Sequence[int]) -> Iterator[list[str]]:
+    """Says on stderr, and yields, what a config of the person's own warns about its prompts; `apply` then need not.
+
+    The shortest and the longest prompt speak for those between.
+    """
+    from headscope.engine.integration import CalibrationWarning
+
+    ends = (min(lengths), max(lengths))
+    said = [] if config is None else list(dict.fromkeys(text for end in ends for text in config.warnings(end)))
+    for text in said:
+        note(f"Warning: {text}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        yield said
 
 
 def _why_dense(config: HeadConfig | None, host: HostProfile, length: int) -> str | None:
@@ -256,7 +290,8 @@ def _run_facts(loaded: LoadedModel, prompt: dict[str, Any]) -> dict[str, Any]:
 
 def _show(name: str, made: Answer) -> None:
     console = cli_output.out()
-    console.print(f"[bold]{name}[/bold]: TTFT {made.ttft_ms:.0f} ms, then {made.decode_ms_per_token:.1f} ms a token")
+    then = "" if made.decode_ms_per_token is None else f", then {made.decode_ms_per_token:.1f} ms a token"
+    console.print(f"[bold]{name}[/bold]: TTFT {made.ttft_ms:.0f} ms{then}")
     console.print(escape(made.text) + "\n")
     if made.left_alone:
         note(f"layers that keep the model's own attention: {sorted(made.left_alone)}")

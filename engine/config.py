@@ -88,6 +88,8 @@ class HeadConfig:
             object.__setattr__(self, name, _plain_object(name, getattr(self, name)))
         object.__setattr__(self, "heads", tuple(tuple(layer) for layer in self.heads))
         object.__setattr__(self, "model", _checked_model(self.model))
+        _check_lengths(self.provenance)
+        _check_audit(self.audit)
         if not isinstance(self.tiles, str) or not self.tiles or len(self.tiles) > 60:
             raise ConfigError("tiles must be the version of the expansion rule, such as tiles/1.")
         if not isinstance(self.estimator, Estimator):
@@ -301,6 +303,23 @@ def _checked_model(model: dict[str, Any]) -> dict[str, Any]:
     if made["query_heads"] and made["kv_heads"] and made["query_heads"] % made["kv_heads"]:
         raise ConfigError(f"model: {made['query_heads']} query heads do not divide over {made['kv_heads']} KV heads.")
     return made
+
+
+def _check_lengths(provenance: Mapping[str, Any]) -> None:
+    """The calibrated lengths, where they are given: what `warnings` compares a prompt with."""
+    lengths = provenance.get("lengths", [])
+    if not isinstance(lengths, list):
+        raise ConfigError(f"provenance.lengths must be a list of numbers of tokens, got {_kind(lengths)}.")
+    for value in lengths:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"provenance.lengths must hold whole numbers of tokens from 1, got {str(value)[:40]!r}.")
+
+
+def _check_audit(audit: Mapping[str, Any]) -> None:
+    """The rate of the checks in production, where it is given, is a share."""
+    rate = audit.get("rate", 0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ConfigError(f"audit.rate must be a share from 0 to 1, got {str(rate)[:40]!r}.")
 
 
 def _check_shape(heads: tuple[tuple[HeadEntry, ...], ...], model: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ def length_warnings(provenance: Mapping[str, Any], length: int) -> list[str]:
         return ["The config does not say on which lengths it was calibrated."]
     if min(known) <= length <= max(known):
         return []
-    return [f"The config was calibrated on {min(known)} to {max(known)} tokens; this prompt has {length}."]
+    lengths = f"{min(known)} to {max(known)}" if min(known) < max(known) else f"{known[0]}"
+    return [f"The config was calibrated on {lengths} tokens; this prompt has {length}."]
 
 
 def _unknown(model: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
 from headscope.engine.errors import PromptError
 from headscope.engine.host import HostProfile
-from headscope.engine.integration import apply
+from headscope.engine.integration import Applied, apply
 
 if TYPE_CHECKING:
     from headscope.engine.model import LoadedModel
@@ -27,13 +27,14 @@ _WARM_UP_TOKENS = 16
 @dataclass(frozen=True)
 class Answer:
     """One greedy continuation. `ttft_ms` runs from token ids on the device to the first new token, index included;
-    tokenizing and loading are not in it. `logits` [vocabulary] float32 are those of the first new token.
+    tokenizing and loading are not in it. `decode_ms_per_token` is None where the first new token was the only one.
+    `logits` [vocabulary] float32 are those of the first new token.
     """
 
     text: str
     token_ids: tuple[int, ...]
     ttft_ms: float
-    decode_ms_per_token: float
+    decode_ms_per_token: float | None
     left_alone: dict[int, str]
     logits: torch.Tensor = field(repr=False, compare=False)
 
@@ -62,7 +63,7 @@ def answer(
     """Greedy continuation of `input_ids` [1, S]; dense throughout without `config`.
 
     `on_token` is called with the number of new tokens so far. Raises PromptError when prompt and new tokens exceed
-    the model's positions, and what `apply` raises.
+    the model's positions, and what `apply` raises; warns as `apply` does.
     """
     ids = check_ids(loaded, input_ids).to(loaded.device)
     most = loaded.facts.max_position
@@ -74,9 +75,15 @@ def answer(
             f"{loaded.name}: shorten the prompt or ask for fewer"
         )
     stops = _stop_tokens(loaded)
-    applied = nullcontext() if config is None else apply(loaded, config, host, force_weights=force_weights)
-    with torch.no_grad(), applied as active:
+
+    def applied(warn_lengths: bool) -> AbstractContextManager[Applied | None]:
+        if config is None:
+            return nullcontext()
+        return apply(loaded, config, host, force_weights=force_weights, warn_lengths=warn_lengths)
+
+    with torch.no_grad(), applied(False):  # no prompt of anybody's, so its length is nobody's concern
         loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)
+    with torch.no_grad(), applied(True) as active:
         _wait(ids.device)
         began = time.perf_counter()
         result = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -96,7 +103,7 @@ def answer(
         left = dict(active.left_alone) if active is not None else {}
     shown = made[:-1] if made[-1] in stops else made
     text = loaded.tokenizer.decode(shown, skip_special_tokens=True) if loaded.tokenizer is not None else ""
-    per_token = (ended - first) * 1e3 / max(1, len(made) - 1)
+    per_token = (ended - first) * 1e3 / (len(made) - 1) if len(made) > 1 else None
     return Answer(text, tuple(made), (first - began) * 1e3, per_token, left, logits.cpu())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from headscope.engine.capture import check_ids, chosen_layers, stream
 from headscope.engine.encode import encode
-from headscope.engine.errors import CaptureError, OptionError, PromptError
+from headscope.engine.errors import OptionError, PromptError
 from headscope.engine.prompts import list_prompts, read_folder
 from headscope.engine.search_measure import Cancel, SearchPrompt, Visit
 from headscope.kernels import backends
@@ -29,10 +29,7 @@ class ModelSource:
 
     def layers(self, wanted: Iterable[int] | None) -> tuple[int, ...]:
         """The layers to search: all with full attention by default. OptionError names one that cannot be."""
-        try:
-            return chosen_layers(self.loaded.facts, wanted)
-        except CaptureError as problem:
-            raise OptionError(f"These layers cannot be searched: {problem}.") from problem
+        return chosen_layers(self.loaded.facts, wanted)
 
     def check_impl(self, impl: str) -> str:
         """`impl` if it can serve the model's device; OptionError otherwise."""

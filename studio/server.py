@@ -25,13 +25,12 @@ from streamlit import config, file_util
 from streamlit.runtime.pages_manager import PagesManager
 
 import headscope.engine
+from headscope.studio.cli import ADDRESS
 from headscope.studio.lessons import chart, dense
 from headscope.studio.lessons.chapters import CHAPTERS
 from headscope.studio.theme import LIGHT
 
 APP = Path(str(headscope.engine.__file__)).resolve().parents[1] / "app.py"
-
-ADDRESS = "127.0.0.1"
 
 SETTINGS = {
     "server.address": ADDRESS,

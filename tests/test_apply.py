@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from headscope.engine import AShape, BlockSparse, Dense, HeadConfig, HostProfile, VerticalSlash, apply
 from headscope.engine.config import HeadEntry
+from headscope.engine.configset import ConfigSet, Member
 from headscope.engine.errors import ConfigMismatch, ModelError
+from headscope.engine.integration import CalibrationWarning
 from headscope.engine.model import LoadedModel
 from headscope.engine.modules import attention_modules
 from headscope.engine.rows import decode_mask, encode_mask, head_offset
@@ -239,6 +242,39 @@ def test_short_prompts_run_dense_where_the_host_says_so(tiny_llama: LoadedModel)
     assert torch.equal(below, logits(tiny_llama, short))
     assert not torch.equal(above, logits(tiny_llama, long))
     assert not torch.equal(batch, logits(tiny_llama, tokens(2, 30))), "an unmeasured batch size is never dense"
+
+
+def test_a_prompt_outside_the_calibrated_lengths_is_one_warning(tiny_llama: LoadedModel) -> None:
+    """One for those too short and one for those too long, of all layers, steps and prompts."""
+    config = HeadConfig.uniform(tiny_llama.facts, TIGHT, provenance={"lengths": [40, 60]})
+
+    def said(lengths: tuple[int, ...], config: HeadConfig | ConfigSet, **options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found, apply(tiny_llama, config, **options):
+            warnings.simplefilter("always")
+            for length in lengths:
+                ids = tokens(1, length)
+                mask = torch.ones_like(ids)
+                tiny_llama.model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        return [str(one.message) for one in found if one.category is CalibrationWarning]
+
+    assert said((40, 50, 60), config) == []
+    short, long = said((39, 20, 61, 70), config)
+    assert "40 to 60" in short and "39" in short and "61" in long
+    assert said((39,), config, warn_lengths=False) == []
+    assert said((39,), config, host=HostProfile(dense_below={1: 40})) == [], "it ran dense"
+    assert said((39,), HeadConfig.uniform(tiny_llama.facts, TIGHT)) == [], "no lengths to be outside of"
+    other = HeadConfig.uniform(tiny_llama.facts, TIGHT, provenance={"lengths": [10]})
+    both = ConfigSet((Member(other, most=19), Member(config, least=20)))
+    assert len(said((10, 45, 9, 30), both)) == 2
+
+
+def test_each_row_of_a_batch_counts_without_its_padding(tiny_llama: LoadedModel) -> None:
+    config = HeadConfig.uniform(tiny_llama.facts, TIGHT, provenance={"lengths": [50, 60]})
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, :20] = 0
+    with apply(tiny_llama, config), pytest.warns(CalibrationWarning, match="40") as found:
+        logits(tiny_llama, tokens(2, 60), attention_mask=mask)
+    assert len(found) == 1
 
 
 def test_unknown_arguments_keep_the_models_own_attention(tiny_llama: LoadedModel) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headscope.engine import AShape, HeadConfig
 from headscope.engine.capture import Budget, Capture, capture, stream
-from headscope.engine.errors import Cancelled, CaptureError, PromptError
+from headscope.engine.errors import Cancelled, CaptureError, OptionError, PromptError
 from headscope.engine.model import LoadedModel
 from headscope.engine.modules import attention_modules
 
@@ -178,7 +178,7 @@ def test_sliding_layers_are_not_captured(make_tiny: Callable[..., LoadedModel]) 
         use_sliding_window=True,
     )
     assert capture(loaded, tokens(20)).layers == (0, 2)
-    with pytest.raises(CaptureError, match="sliding_attention"):
+    with pytest.raises(OptionError, match="sliding_attention"):
         capture(loaded, tokens(20), layers=[1])
 
 
@@ -196,6 +196,9 @@ def test_lengths_that_do_not_fit(tiny_llama: LoadedModel, length: int) -> None:
         capture(tiny_llama, tokens(max(length, 1))[:, :length])
 
 
-def test_layers_that_are_not_there(tiny_llama: LoadedModel) -> None:
-    with pytest.raises(CaptureError, match="layers 0 to 2"):
-        capture(tiny_llama, tokens(5), layers=[3])
+@pytest.mark.parametrize(
+    ("layers", "got"), [([3], "3"), ([-1, 0], "-1"), ([1.5], "1.5"), ([0, 7, 9, 7], "7, 9"), ([], "none")]
+)
+def test_layers_that_are_not_there(tiny_llama: LoadedModel, layers: list[int], got: str) -> None:
+    with pytest.raises(OptionError, match=rf"^tiny Llama has layers 0 to 2, got {got}$"):
+        capture(tiny_llama, tokens(5), layers=layers)

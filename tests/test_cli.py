@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,12 @@ import pytest
 
 from headscope.engine import cli, cli_output, cli_run, inspection, model
 from headscope.engine.config import HeadConfig
-from headscope.engine.errors import ConfigError
+from headscope.engine.errors import OptionError
+from headscope.engine.host import HostProfile
+from headscope.engine.integration import CalibrationWarning
 from headscope.engine.model import LoadedModel
+from headscope.engine.patterns import AShape
+from tests.studio_toy import toy
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -219,8 +224,6 @@ def test_check_gives_every_reason(run: Run, loaded: LoadedModel, tmp_path: Path)
 
 @pytest.mark.model
 def test_a_tight_config_shows_more_missed_mass(run: Run, loaded: LoadedModel, prompt: Path, tmp_path: Path) -> None:
-    from headscope.engine.patterns import AShape
-
     path, data = tmp_path / "tight.json", tmp_path / "out.json"
     HeadConfig.uniform(loaded.facts, AShape(1, 2)).save(path)
     options = ("--model", "smollm2", "--prompt", prompt, "--layers", "1", "--json", data)
@@ -299,10 +302,107 @@ def test_parse_layers(text: str, layers: tuple[int, ...]) -> None:
     assert cli_run.parse_layers(text) == layers
 
 
-@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "4-2", "1;2", "999999999"])
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1.5", "4-2", "1;2", "999999999"])
 def test_parse_layers_refuses(text: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(OptionError):
         cli_run.parse_layers(text)
+
+
+@pytest.fixture
+def small(tiny_llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LoadedModel:
+    """Every model that a command loads is a toy of 3 layers and 512 positions, on a machine without a profile."""
+    made = toy(tiny_llama)
+    monkeypatch.setattr(model, "load_model", lambda *_, **__: made)
+    monkeypatch.setenv("HEADSCOPE_HOST", str(HostProfile().save(tmp_path / "host.json")))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ("99", "smollm2 has layers 0 to 2, got 99."),
+        ("1-4", "smollm2 has layers 0 to 2, got 3, 4."),
+        ("-1", "is not understood"),
+        ("1.5", "is not understood"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "--prompt", "prose", "--no-template"),
+        ("bench", "--prompt", "prose"),
+        ("search", "--prompts", "texts", "--out", "c.json", "--max-missed", "0.1", "--no-template"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_layers_that_are_not_there_are_an_unusable_option(
+    run: Run, small: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...],
+    layers: str, says: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("The lighthouse keeper wrote down every ship that passed. " * 12)
+    code, out, err = run(*command, "--model", "smollm2", "--layers", layers)
+    assert code == 2 and not out and one_sentence(err) and says in err and "measuring" not in err
+
+
+def test_layers_outside_the_config_are_refused_before_the_model_is_loaded(
+    run: Run, small: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = inspection.starting_config(small.facts).save(tmp_path / "c.json")
+    monkeypatch.setattr(model, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    code, _, err = run("inspect", "--model", "smollm2", "--prompt", "prose", "--config", path, "--layers", "7")
+    assert code == 2 and one_sentence(err) and f"{path} has layers 0 to 2, got 7." in err
+
+
+@pytest.mark.parametrize(("lengths", "told"), [([20, 300], 0), ([400, 500], 1), ([5], 1), (None, 1)])
+@pytest.mark.parametrize("command", ["inspect", "generate", "evaluate"])
+def test_a_prompt_outside_the_calibrated_lengths_is_told_once(
+    run: Run, small: LoadedModel, tmp_path: Path, command: str, lengths: list[int] | None, told: int
+) -> None:
+    """On stderr and in the JSON, and not again by Python for every layer, step or pass."""
+    provenance = {} if lengths is None else {"lengths": lengths}
+    path, data = tmp_path / "c.json", tmp_path / "out.json"
+    HeadConfig.uniform(small.facts, AShape(1, 8), provenance=provenance).save(path)
+    (tmp_path / "texts").mkdir()
+    text = tmp_path / "texts" / "a.txt"
+    text.write_text("The lighthouse keeper wrote down every ship that passed. " * 12)
+    options = {
+        "inspect": ("--prompt", text),
+        "generate": ("--prompt", text, "--max-new-tokens", "3", "--compare", "--measure"),
+        "evaluate": ("--prompts", tmp_path / "texts", "--kinds", "", "--continue", "3"),
+    }[command]
+    with warnings.catch_warnings(record=True) as python:
+        warnings.simplefilter("always")
+        code, _, err = run(command, "--model", "smollm2", *options, "--config", path, "--json", data)
+    assert code == 0, err
+    value = json.loads(data.read_text())
+    said = value["warnings"] if command == "evaluate" else value["run"]["warnings"]
+    assert len(said) == told == err.count("Warning: ")
+    assert all(f"Warning: {line}" in err and "calibrated" in line for line in said)
+    assert not [one for one in python if one.category is CalibrationWarning]
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_the_start_and_a_prompt_that_runs_dense_are_not_warned_of(
+    run: Run, small: LoadedModel, tmp_path: Path, command: str
+) -> None:
+    options = (command, "--model", "smollm2", "--prompt", "prose", "--no-template")
+    assert "Warning" not in run(*options)[2]
+    if command == "generate":
+        HostProfile(dense_below={1: 4096}).save(tmp_path / "host.json")
+        path = HeadConfig.uniform(small.facts, AShape(1, 8), provenance={"lengths": [4096]}).save(tmp_path / "c.json")
+        assert "Warning" not in run(*options, "--config", path)[2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_time_a_token_without_a_second_token(run: Run, small: LoadedModel, tmp_path: Path, count: int) -> None:
+    data = tmp_path / "out.json"
+    options = ("--model", "smollm2", "--prompt", "prose", "--no-template", "--json", data, "--compare")
+    code, out, _ = run("generate", *options, "--max-new-tokens", str(count))
+    value = json.loads(data.read_text())
+    assert code == 0 and out.count("TTFT ") == 3 and out.count("ms a token") == (0 if count == 1 else 2)
+    assert all((value[name]["decode_ms_per_token"] is None) == (count == 1) for name in ("dense", "sparse"))
 
 
 def test_an_interrupt_in_a_command_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

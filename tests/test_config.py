@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,13 @@ def test_lengths_outside_the_calibrated_ones_are_a_warning() -> None:
     assert "does not say" in HeadConfig.uniform(FACTS, Dense()).warnings(100)[0]
 
 
+def test_lengths_and_audit_that_fit_are_kept() -> None:
+    for rate in (0, 0.05, 1):
+        config = replace(small(), audit={"rate": rate, "thresholds": {"missed_mass": 0.1}})
+        assert HeadConfig.from_json(config.to_json()) == config
+    assert replace(small(), provenance={"lengths": []}).warnings(5)
+
+
 def edited(change: Any) -> str:
     value = json.loads(small().to_json())
     made = change(value)
@@ -271,6 +279,17 @@ BAD = {
     "too few layer types": (lambda v: v["model"].update(layer_types=["full_attention"]), "layer_types"),
     "tiles is a number": (lambda v: v.update(tiles=1), "tiles"),
     "provenance is a list": (lambda v: v.update(provenance=[]), "provenance"),
+    "lengths are a number": (lambda v: v["provenance"].update(lengths=2184), "provenance.lengths"),
+    "lengths are null": (lambda v: v["provenance"].update(lengths=None), "provenance.lengths"),
+    "a length is text": (lambda v: v["provenance"].update(lengths=[512, "x"]), "provenance.lengths"),
+    "a length is zero": (lambda v: v["provenance"].update(lengths=[0]), "provenance.lengths"),
+    "a length is true": (lambda v: v["provenance"].update(lengths=[True]), "provenance.lengths"),
+    "a length is a fraction": (lambda v: v["provenance"].update(lengths=[512.5]), "provenance.lengths"),
+    "audit rate above 1": (lambda v: v["audit"].update(rate=9), "audit.rate"),
+    "audit rate below 0": (lambda v: v["audit"].update(rate=-0.1), "audit.rate"),
+    "audit rate is text": (lambda v: v["audit"].update(rate="often"), "audit.rate"),
+    "audit rate is true": (lambda v: v["audit"].update(rate=True), "audit.rate"),
+    "audit rate is null": (lambda v: v["audit"].update(rate=None), "audit.rate"),
     "audit is null": (lambda v: v.update(audit=None), "audit"),
     "estimator of 0 rows": (lambda v: v["estimator"].update(rows=0), "estimator"),
     "estimator elsewhere": (lambda v: v["estimator"].update(where="middle"), "estimator"),

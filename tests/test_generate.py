@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from headscope.engine.encode import encode
 from headscope.engine.errors import PromptError
 from headscope.engine.generate import answer, next_token_kl
 from headscope.engine.inspection import in_situ, inspect_prompt, prompt_facts, starting_config, with_evidence
+from headscope.engine.integration import CalibrationWarning
 from headscope.engine.model import LoadedModel
 from tests.studio_toy import toy
 
@@ -55,6 +57,22 @@ def test_prompt_and_new_tokens_must_fit(tiny_llama: LoadedModel) -> None:
 def test_one_token_prompt(tiny_llama: LoadedModel) -> None:
     config = HeadConfig.uniform(tiny_llama.facts, AShape(1, 4))
     assert len(answer(tiny_llama, tokens(1), config, max_new_tokens=2).token_ids) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_time_a_token_needs_a_second_token(tiny_llama: LoadedModel, count: int) -> None:
+    made = answer(tiny_llama, tokens(20), max_new_tokens=count)
+    assert len(made.token_ids) == count and (made.decode_ms_per_token is None) == (count == 1)
+
+
+def test_an_answer_warns_of_its_prompt_and_not_of_its_warm_up(tiny_llama: LoadedModel) -> None:
+    config = HeadConfig.uniform(tiny_llama.facts, AShape(1, 4), provenance={"lengths": [50]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answer(tiny_llama, tokens(50), config, max_new_tokens=3)
+    with pytest.warns(CalibrationWarning, match="has 40") as found:
+        answer(tiny_llama, tokens(40), config, max_new_tokens=3)
+    assert len(found) == 1
 
 
 def test_in_situ_loss_is_isolated_loss_in_the_first_layer_only(tiny_llama: LoadedModel) -> None:
