@@ -222,6 +222,7 @@ def test_lengths_outside_the_calibrated_ones_are_a_warning() -> None:
     assert small().warnings(1024) == [] == small().warnings(2000)
     assert "1024 to 4096" in small().warnings(8000)[0] and small().check(FACTS, length=8000) == []
     assert small().warnings(1023)
+    assert "calibrated on 2184 tokens; this" in replace(small(), provenance={"lengths": [2184]}).warnings(40)[0]
     assert "does not say" in HeadConfig.uniform(FACTS, Dense()).warnings(100)[0]
 
 
