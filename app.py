@@ -10,7 +10,7 @@ HEADS = st.Page(PAGES / "heads.py", title="Heads", url_path="start", default=Tru
 
 
 def heads() -> None:
-    """The main page is at /; this one leads there from /heads, as the other pages' addresses do."""
+    """Leads to the main page, which is at / and only keeps the address of its `url_path` from other pages."""
     st.switch_page(HEADS, query_params=st.query_params.to_dict())
 
 

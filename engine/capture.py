@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,9 @@ def chosen_layers(facts: ModelFacts, layers: Iterable[int] | None) -> tuple[int,
     if layers is None:
         return full
     wanted = tuple(sorted(set(layers)))
-    check_layers(facts.name, facts.layers, wanted)
+    outside = [layer for layer in wanted if layer not in range(facts.layers)]
+    if outside or not wanted:
+        raise OptionError(f"{facts.name} has layers 0 to {facts.layers - 1}, got {files.listing(outside) or 'none'}")
     left = [layer for layer in wanted if layer not in full]
     if left:
         raise OptionError(
@@ -133,13 +135,6 @@ def chosen_layers(facts: ModelFacts, layers: Iterable[int] | None) -> tuple[int,
             "model's own attention: leave them out"
         )
     return wanted
-
-
-def check_layers(name: str, count: int, layers: Collection[int]) -> None:
-    """OptionError unless `layers` are some of the `count` layers of the model or config that is called `name`."""
-    outside = [layer for layer in layers if layer not in range(count)]
-    if outside or not layers:
-        raise OptionError(f"{name} has layers 0 to {count - 1}, got {files.listing(outside) or 'none'}")
 
 
 class Capture:

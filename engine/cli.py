@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from headscope.engine.errors import HeadscopeError, Interrupted
+from headscope.engine.errors import ConfigMismatch, HeadscopeError, Interrupted
 
 COMMANDS = {
     "fetch": "cli_run",
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
             app = build()
         app(args=arguments)
     except HeadscopeError as error:
-        raise SystemExit(_tell(str(error), error.exit_code)) from None
+        raise SystemExit(_tell(str(error) + _hint(error), error.exit_code)) from None
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -98,6 +98,15 @@ def _interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
             raise Interrupted("interrupted; nothing was left half-written") from None
 
     return run
+
+
+def _hint(error: HeadscopeError) -> str:
+    """What the command line adds to an error's own words."""
+    if not isinstance(error, ConfigMismatch):
+        return ""
+    from headscope.engine.cli_output import force_hint
+
+    return force_hint(error.reasons)
 
 
 def _tell(message: str, code: int) -> int:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from headscope.engine import files
+from headscope.engine.config_check import WEIGHTS
 from headscope.engine.errors import HeadscopeError
 from headscope.engine.measure import HeadMeasurement
 
@@ -22,6 +23,11 @@ from headscope.engine.measure import HeadMeasurement
 def out() -> Console:
     """Standard output; wide enough for the tables when it is a file or a pipe."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130, highlight=False, soft_wrap=False)
+
+
+def force_hint(reasons: Sequence[str]) -> str:
+    """How a person gets past these reasons why a config does not fit, where that is possible."""
+    return " (--force accepts that)" if all(reason.startswith(WEIGHTS) for reason in reasons) else ""
 
 
 def note(text: str) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from headscope.engine import cli_output
+from headscope.engine.calibration import CalibrationWarning
 from headscope.engine.cli_output import bar, note
 from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
@@ -75,18 +76,13 @@ def inspect(
     percentile, thirds); below 0.001 % it is float32 rounding. Losses are isolated: each head alone, on the tensors of
     a dense prefill.
     """
-    from headscope.engine.capture import check_layers, chosen_layers
     from headscope.engine.inspection import check_fits, inspect_prompt, prompt_facts, with_evidence
 
     if json is not None and save is not None and os.path.realpath(json) == os.path.realpath(save):
         raise OptionError("--json and --save name the same file: give each its own")
     chosen = None if config is None else HeadConfig.load(config)
     wanted = None if layers is None else parse_layers(layers)
-    if wanted is not None and chosen is not None:
-        check_layers(str(config), len(chosen.heads), wanted)  # before the model is loaded, which takes longer
     loaded, text, ids, used = _load(model, prompt, template, device, dtype)
-    if wanted is not None:
-        wanted = chosen_layers(loaded.facts, wanted)
     if chosen is not None:
         check_fits(chosen, loaded, force)
     with (
@@ -138,7 +134,7 @@ def check(
         loaded = load_model(model, progress=progress)
     reasons = found.check(loaded, force_weights=force)
     for reason in reasons:
-        typer.echo(reason)
+        typer.echo(reason + cli_output.force_hint([reason]))
     if reasons:
         raise typer.Exit(1)
     typer.echo(f"{config} fits {model}.")
@@ -234,14 +230,11 @@ def told_lengths(config: HeadConfig | None, lengths: Sequence[int]) -> Iterator[
 
     The shortest and the longest prompt speak for those between.
     """
-    from headscope.engine.integration import CalibrationWarning
-
     ends = (min(lengths), max(lengths))
     said = [] if config is None else list(dict.fromkeys(text for end in ends for text in config.warnings(end)))
     for text in said:
         note(f"Warning: {text}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)
+    with warnings.catch_warnings(action="ignore", category=CalibrationWarning):
         yield said
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 FULL = "full_attention"
 """The only kind of layer that a pattern may change."""
 
-FORCE_HINT = " (--force accepts that)"
-"""The end of a reason that may be overruled on the command line; the app has no such option and leaves it out."""
+WEIGHTS = "weights: "
+"""Begins the one reason that a person may overrule."""
 
 _COMPARED = {
     "architecture": "architecture",
@@ -132,10 +132,10 @@ def _weights(ours: str | None, theirs: str | None) -> list[str]:
     if ours and theirs and ours == theirs:
         return []
     if not ours:
-        return [f"weights: the config does not say for which weights it was made{FORCE_HINT}"]
+        return [WEIGHTS + "the config does not say for which weights it was made"]
     if not theirs:
-        return [f"weights: the model's fingerprint is unknown, since its norms are not in memory{FORCE_HINT}"]
-    return [f"weights: the config was made for the fingerprint {ours[:12]}, the model has {theirs[:12]}{FORCE_HINT}"]
+        return [WEIGHTS + "the model's fingerprint is unknown, since its norms are not in memory"]
+    return [f"{WEIGHTS}the config was made for the fingerprint {ours[:12]}, the model has {theirs[:12]}"]
 
 
 def _text(value: Any) -> str:

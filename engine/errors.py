@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HeadscopeError(Exception):
     """A problem that a person can solve; the command line prints its message and leaves with `exit_code`.
@@ -29,9 +31,13 @@ class ConfigError(HeadscopeError):
 
 
 class ConfigMismatch(ConfigError):
-    """A head config that belongs to another model."""
+    """A head config that belongs to another model, with every reason."""
 
     exit_code = 1
+
+    def __init__(self, model: str, reasons: Sequence[str]) -> None:
+        super().__init__(f"this config does not fit {model}: " + "; ".join(reasons))
+        self.reasons = tuple(reasons)
 
 
 class OptionError(HeadscopeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headscope.engine.calibration import CalibrationWarning
 from headscope.engine.capture import check_ids
 from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
@@ -76,14 +78,13 @@ def answer(
         )
     stops = _stop_tokens(loaded)
 
-    def applied(warn_lengths: bool) -> AbstractContextManager[Applied | None]:
-        if config is None:
-            return nullcontext()
-        return apply(loaded, config, host, force_weights=force_weights, warn_lengths=warn_lengths)
+    def applied() -> AbstractContextManager[Applied | None]:
+        return nullcontext() if config is None else apply(loaded, config, host, force_weights=force_weights)
 
-    with torch.no_grad(), applied(False):  # no prompt of anybody's, so its length is nobody's concern
+    # The warm-up is no prompt of anybody's, so its length is nobody's concern.
+    with torch.no_grad(), warnings.catch_warnings(action="ignore", category=CalibrationWarning), applied():
         loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)
-    with torch.no_grad(), applied(True) as active:
+    with torch.no_grad(), applied() as active:
         _wait(ids.device)
         began = time.perf_counter()
         result = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)

@@ -65,7 +65,7 @@ def check_fits(config: HeadConfig, loaded: LoadedModel, force_weights: bool = Fa
     """ConfigMismatch with every reason why the config must not run on this model."""
     reasons = config.check(loaded, force_weights=force_weights)
     if reasons:
-        raise ConfigMismatch(f"this config does not fit {loaded.name}: " + "; ".join(reasons))
+        raise ConfigMismatch(loaded.name, reasons)
 
 
 def inspect_prompt(

@@ -17,6 +17,7 @@ import torch
 
 from headscope.engine import rows as row_maths
 from headscope.engine.attention import dense_attention, sparse_attention
+from headscope.engine.calibration import LengthWarnings
 from headscope.engine.config import HeadConfig
 from headscope.engine.configset import ConfigSet
 from headscope.engine.errors import ConfigMismatch, ModelError
@@ -51,10 +52,6 @@ _HARMLESS = {
 
 Handler = Callable[["Call"], torch.Tensor | None]
 """Given one layer's call: the output [B, Hq, S, D], or None to leave the layer to the model's own attention."""
-
-
-class CalibrationWarning(UserWarning):
-    """A prompt is shorter or longer than those on which its head config was calibrated."""
 
 
 @dataclass
@@ -309,13 +306,12 @@ class SparsePrefill:
         config: HeadConfig | ConfigSet,
         host: HostProfile | None,
         name: str | None = None,
-        warn_lengths: bool = False,
+        lengths: LengthWarnings | None = None,
     ) -> None:
         self._config = config
         self._host = host
         self._name = name
-        self._warn_lengths = warn_lengths
-        self._warned: set[tuple[int, bool]] = set()
+        self._lengths = lengths
 
     def __call__(self, call: Call) -> torch.Tensor | None:
         batch, heads, q_len, _ = call.q.shape
@@ -330,27 +326,12 @@ class SparsePrefill:
         mine = patterns[offset : offset + heads]
         if all(isinstance(pattern, Dense) for pattern in mine):
             return self._dense(call, known)
-        if self._warn_lengths:
-            self._warn(config, known)
+        if self._lengths is not None:
+            # In a chunked prefill these are the lengths so far.
+            self._lengths.check(config, {known.kv_len - start for start in known.starts})
         k, v = call.k[:, :, : known.kv_len], call.v[:, :, : known.kv_len]
         index = build_index(call.q, k, mine, scale=call.scale, starts=known.starts, estimator=config.estimator)
         return sparse_attention(call.q, k, v, index)[0]
-
-    def _warn(self, config: HeadConfig, known: Rows) -> None:
-        """One warning for prompts that are too short for a config and one for those too long, as long as it is applied.
-
-        A config that names no lengths has none to be outside of. In a chunked prefill the length is the one so far.
-        """
-        calibrated = config.provenance.get("lengths")
-        if not calibrated:
-            return
-        for start in {min(known.starts), max(known.starts)}:
-            length = known.kv_len - start
-            side = (id(config), length < min(calibrated))
-            found = config.warnings(length)
-            if found and side not in self._warned:
-                self._warned.add(side)
-                warnings.warn(" ".join(found), CalibrationWarning, stacklevel=2)
 
     def _pick(self, length: int) -> HeadConfig | None:
         return self._config.pick(length, self._name) if isinstance(self._config, ConfigSet) else self._config
@@ -393,19 +374,18 @@ def apply(
     *,
     name: str | None = None,
     force_weights: bool = False,
-    warn_lengths: bool = True,
 ) -> Applied:
     """Runs `model` with sparse prefill under `config` and dense decode, until the result is removed.
 
     `model` is a LoadedModel or transformers' own. A config set picks by the length at hand, or by `name`. Prompts
     shorter than `host` says run dense. The first sparse prompt that is shorter than those on which the config was
-    calibrated gives a CalibrationWarning, and so does the first longer one, unless `warn_lengths` is off.
+    calibrated gives a CalibrationWarning, and so does the first longer one.
 
     Raises ConfigMismatch with every reason when the config does not fit (weights alone can be forced), and ModelError
     when the model cannot be served or already is.
     """
     reasons = config.check(model, force_weights=force_weights)
     if reasons:
-        raise ConfigMismatch("this config does not fit the model: " + "; ".join(reasons))
+        raise ConfigMismatch("the model", reasons)
     bare = getattr(model, "model", model) if hasattr(model, "facts") else model
-    return Applied(Hook(bare, SparsePrefill(config, host, name, warn_lengths)).install())
+    return Applied(Hook(bare, SparsePrefill(config, host, name, LengthWarnings())).install())

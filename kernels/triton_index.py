@@ -62,12 +62,13 @@ def build(
     lengths = tuple(kv_len - starts[n // heads] for n in range(len(plans)))
     table = _empty_tables(plans, lengths, kv_len, tile, q.device)
     online = [n for n, plan in enumerate(plans) if plan.online_slash and lengths[n] > 0]
-    rows = _sampled_rows(starts, q_len, kv_len, estimator, q.device)
-    # A score per column and one per distance, or the statistic of every sampled row.
-    kept = 2 if _at_once(rows, estimator) else -(-rows.shape[1] // 64) * 64
-    turn = max(1, _SCORES // (kept * max(1, -(-kv_len // 128) * 128)))
-    for at in range(0, len(online), turn):
-        _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, rows, estimator, tile, table)
+    if online:
+        rows = _sampled_rows(starts, q_len, kv_len, estimator, q.device)
+        # A score per column and one per distance, or the statistic of every sampled row.
+        kept = 2 if _at_once(rows, estimator) else -(-rows.shape[1] // 64) * 64
+        turn = max(1, _SCORES // (kept * -(-kv_len // 128) * 128))
+        for at in range(0, len(online), turn):
+            _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, rows, estimator, tile, table)
     blocks, block_count, slots = _choose_blocks(q, k, plans, lengths, starts, scale)
     columns = tuple(
         min(max(plan.vertical, plan.sink), length) if plan.online_slash else len(plan.columns)

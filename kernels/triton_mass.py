@@ -192,23 +192,20 @@ def _along_kernel(in_ptr, out_ptr, boxes, length):
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Tiles in flight: of queries in the rows kernel, of queries and keys in the diagonals kernel."""
+class Launch:
+    """Warps, and tiles in flight: of queries in the rows kernel, of queries and keys in the diagonals kernel."""
 
+    warps: int
     rows: int
     diagonals: int
 
 
-def stages_for(width: int, element_size: int, room: int) -> Stages:
-    """As many as fit `room` bytes of shared memory. The rows kernel keeps its keys and, in float32, one tile of queries
-    more."""
+def launch_for(width: int, element_size: int, room: int) -> Launch:
+    """With stages that fit `room` bytes of shared memory. The rows kernel keeps its keys and, in float32, one tile of
+    queries more."""
     queries, keys = 64 * width * element_size, 128 * width * element_size
-    kept = keys + queries if element_size == 4 else keys
-    return Stages(stages_within(room, 3, queries, kept), stages_within(room, 3, queries + keys))
-
-
-def warps_for(element_size: int) -> int:
-    return 8 if element_size == 4 else 4
+    warps, kept = (8, keys + queries) if element_size == 4 else (4, keys)
+    return Launch(warps, stages_within(room, 3, queries, kept), stages_within(room, 3, queries + keys))
 
 
 def pooled(
@@ -244,7 +241,7 @@ def _pool(
     most = max(1, -(-(cols[1] - cols[0]) // shape[1]) + 1)
     cells = _cell_tables(layout, batch * heads, q.device)
     q_d, k_d = descriptor(q, 64, width), descriptor(k, 128, width)
-    lse, use = lse.contiguous(), stages_for(width, q.element_size(), shared_room(q.device))
+    lse, use = lse.contiguous(), launch_for(width, q.element_size(), shared_room(q.device))
     for head in range(0, batch * heads, head_turn):
         for pool in range(0, shape[0], pool_turn):
             n_heads, n_pools = min(head_turn, batch * heads - head), min(pool_turn, shape[0] - pool)
@@ -253,7 +250,7 @@ def _pool(
                 heads // k.shape[1], scale * LOG2E, head, pool, rows[0], rows[1], shape[0], cols[0], cols[1],
                 pool_turn, span, *cells.sizes, WIDTH=width, TILE=layout.tile if layout else 128,
                 LAYOUT=layout is not None, BLOCKS=cells.blocks, COUNT=count, PRECISION=precision(q.dtype),
-                num_warps=warps_for(q.element_size()), num_stages=use.rows,
+                num_warps=use.warps, num_stages=use.rows,
             )  # fmt: skip
             _columns_kernel[(-(-shape[1] // 64), n_pools, n_heads)](
                 scratch, out.view(-1, *shape)[head:], span, cols[1] - cols[0], shape[1], pool_turn, pool, shape[0],
@@ -294,14 +291,13 @@ def sums(
     boxes = -(-(kv_len + 63) // 128)
     turn = max(1, min(batch * heads, _SCRATCH // (boxes * 8192)))
     scratch = torch.empty(turn, boxes, 64, 128, dtype=torch.float32, device=q.device)
-    use = stages_for(width, q.element_size(), shared_room(q.device))
+    use = launch_for(width, q.element_size(), shared_room(q.device))
     for head in range(0, batch * heads, turn):
         count = min(turn, batch * heads - head)
         _diagonals_kernel[(boxes, count)](
             descriptor(q, 64, width), descriptor(k, 128, width), lse, scratch, device_ints(starts, q.device),
             q_len, kv_len, heads, heads // k.shape[1], scale * LOG2E, head, boxes,
-            WIDTH=width, PRECISION=precision(q.dtype), num_warps=warps_for(q.element_size()),
-            num_stages=use.diagonals,
+            WIDTH=width, PRECISION=precision(q.dtype), num_warps=use.warps, num_stages=use.diagonals,
         )  # fmt: skip
         _along_kernel[(-(-kv_len // 256), count)](scratch, distances[head:], boxes, kv_len, num_warps=4)
     return columns, distances.view(batch, heads, kv_len)
@@ -314,12 +310,11 @@ def _column_sums(
     batch, heads, q_len, head_dim = q.shape
     kv_len, width = k.shape[2], pad_dim(head_dim)
     out = torch.empty(batch, heads, kv_len, dtype=torch.float32, device=q.device)
-    cells = _cell_tables(None, batch * heads, q.device)
+    cells, use = _cell_tables(None, batch * heads, q.device), launch_for(width, q.element_size(), shared_room(q.device))
     _rows_kernel[(-(-kv_len // 128), 1, batch * heads)](
         descriptor(q, 64, width), descriptor(k, 128, width), lse, out, device_ints(starts, q.device), *cells.pointers,
         q_len, kv_len, heads, heads // k.shape[1], scale * LOG2E, 0, 0, 0, kv_len, 1, 0, kv_len, 1, kv_len,
         *cells.sizes, WIDTH=width, TILE=128, LAYOUT=False, BLOCKS=False, COUNT=False,
-        PRECISION=precision(q.dtype), num_warps=warps_for(q.element_size()),
-        num_stages=stages_for(width, q.element_size(), shared_room(q.device)).rows,
+        PRECISION=precision(q.dtype), num_warps=use.warps, num_stages=use.rows,
     )  # fmt: skip
     return out

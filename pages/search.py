@@ -31,7 +31,7 @@ LENGTHS = {"512": 512, "1,024": 1024, "2,048": 2048, "whole": None}
 
 def main() -> None:
     held, seen = widgets.page("Search")
-    state.keep_link(seen, state.current_run(held, seen))
+    state.keep_link(seen, None)
     take(held, seen)
     st.title("Search patterns and budgets", anchor=False)
     st.markdown(

@@ -109,7 +109,8 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
     columns = st.columns(2)
     for index, field in enumerate(found):
         value = numbers[field.name]
-        # A key of the head's own: text that was refused stays in its field, and belongs to this head.
+        # A key of the head's own: text that was refused stays in its field, and belongs to this head. With None for a
+        # value, an emptied field says None, which is no edit, and not the least number.
         key = f"budget-{field.name}-{seen.layer}-{seen.head}"
         with columns[index % 2]:
             if isinstance(value, Fraction):

@@ -6,7 +6,6 @@ import html
 import re
 from collections.abc import Sequence
 
-from headscope.engine.config_check import FORCE_HINT
 from headscope.engine.estimator import Estimator
 from headscope.engine.patterns import AShape, BlockSparse, Budget, Fixed, Fraction, Pattern, VerticalSlash
 
@@ -90,9 +89,9 @@ def plain_markdown(text: str, name: str = "") -> str:
     """A sentence for a message box, with everything that markdown would read taken as text.
 
     A first word that is a name (of a file, a field) stays as it is written: one that is more than letters, as on the
-    command line, or one that begins with the given `name`. The command line's options are left out.
+    command line, or one that begins with the given `name`.
     """
-    text = text.strip().replace(FORCE_HINT, "")
+    text = text.strip()
     named = bool(name) and text.startswith(name)
     if not named and text.partition(" ")[0].rstrip(",;:").isalpha():
         text = text[:1].upper() + text[1:]

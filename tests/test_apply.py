@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headscope.engine import AShape, BlockSparse, Dense, HeadConfig, HostProfile, VerticalSlash, apply
+from headscope.engine.calibration import CalibrationWarning
 from headscope.engine.config import HeadEntry
 from headscope.engine.configset import ConfigSet, Member
 from headscope.engine.errors import ConfigMismatch, ModelError
-from headscope.engine.integration import CalibrationWarning
 from headscope.engine.model import LoadedModel
 from headscope.engine.modules import attention_modules
 from headscope.engine.rows import decode_mask, encode_mask, head_offset
@@ -260,7 +260,6 @@ def test_a_prompt_outside_the_calibrated_lengths_is_one_warning(tiny_llama: Load
     assert said((40, 50, 60), config) == []
     short, long = said((39, 20, 61, 70), config)
     assert "40 to 60" in short and "39" in short and "61" in long
-    assert said((39,), config, warn_lengths=False) == []
     assert said((39,), config, host=HostProfile(dense_below={1: 40})) == [], "it ran dense"
     assert said((39,), HeadConfig.uniform(tiny_llama.facts, TIGHT)) == [], "no lengths to be outside of"
     other = HeadConfig.uniform(tiny_llama.facts, TIGHT, provenance={"lengths": [10]})

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from headscope.engine import cli, cli_output, cli_run, inspection, model
+from headscope.engine.calibration import CalibrationWarning
 from headscope.engine.config import HeadConfig
 from headscope.engine.errors import OptionError
 from headscope.engine.host import HostProfile
-from headscope.engine.integration import CalibrationWarning
 from headscope.engine.model import LoadedModel
 from headscope.engine.patterns import AShape
 from tests.studio_toy import toy
@@ -213,13 +213,14 @@ def test_check_gives_every_reason(run: Run, loaded: LoadedModel, tmp_path: Path)
     path.write_text(json.dumps(value))
     code, out, _ = run("check", path, "--model", "smollm2")
     assert code == 1 and len(out.splitlines()) == 2 and "8192" in out and "weights" in out
+    assert [line.endswith("(--force accepts that)") for line in out.splitlines()] == [False, True]
     code, out, _ = run("check", path, "--model", "smollm2", "--force")
     assert code == 1 and "weights" not in out
     value["model"]["max_position"] = 8192
     path.write_text(json.dumps(value))
     assert run("check", path, "--model", "smollm2", "--force")[0] == 0
     code, _, err = run("inspect", "--model", "smollm2", "--prompt", "code", "--config", path)
-    assert code == 1 and "weights" in err
+    assert code == 1 and "weights" in err and err.rstrip().endswith("(--force accepts that).")
 
 
 @pytest.mark.model
@@ -343,16 +344,7 @@ def test_layers_that_are_not_there_are_an_unusable_option(
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("The lighthouse keeper wrote down every ship that passed. " * 12)
     code, out, err = run(*command, "--model", "smollm2", "--layers", layers)
-    assert code == 2 and not out and one_sentence(err) and says in err and "measuring" not in err
-
-
-def test_layers_outside_the_config_are_refused_before_the_model_is_loaded(
-    run: Run, small: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = inspection.starting_config(small.facts).save(tmp_path / "c.json")
-    monkeypatch.setattr(model, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    code, _, err = run("inspect", "--model", "smollm2", "--prompt", "prose", "--config", path, "--layers", "7")
-    assert code == 2 and one_sentence(err) and f"{path} has layers 0 to 2, got 7." in err
+    assert code == 2 and not out and one_sentence(err) and says in err
 
 
 @pytest.mark.parametrize(("lengths", "told"), [([20, 300], 0), ([400, 500], 1), ([5], 1), (None, 1)])

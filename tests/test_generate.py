@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from headscope.engine import AShape, HeadConfig, HostProfile, VerticalSlash, cli, model
+from headscope.engine.calibration import CalibrationWarning
 from headscope.engine.encode import encode
 from headscope.engine.errors import PromptError
 from headscope.engine.generate import answer, next_token_kl
 from headscope.engine.inspection import in_situ, inspect_prompt, prompt_facts, starting_config, with_evidence
-from headscope.engine.integration import CalibrationWarning
 from headscope.engine.model import LoadedModel
 from tests.studio_toy import toy
 

@@ -365,6 +365,6 @@ def test_the_address_of_the_search_page_keeps_the_open_run(held: Lab) -> None:
     wait(held)
     link = {"s": SESSION, "model": "smollm2", "prompt": "prose", "run": job.result, "layer": "2", "head": "1",
             "metric": "missed_mass_mean"}  # fmt: skip
-    test = page(View(SESSION, run_id=job.result, layer=2, head=1))
+    test = page(View(SESSION, sample="prose", run_id=job.result, layer=2, head=1))
     assert query(test) == link
     assert query(reloaded(test)) == link

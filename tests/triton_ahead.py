@@ -117,23 +117,24 @@ _BYTES = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
 def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
     """The index and measurement kernels that form products of queries and keys, with the stages that fit."""
     size, room = (4 if element == "fp32" else 2), SHARED[capability]
-    stages, on_maps = triton_scores.stages_for(width, size, room), triton_mass.stages_for(width, size, room)
+    stages, on_maps = triton_scores.stages_for(width, size, room), triton_mass.launch_for(width, size, room)
     types = _FLOATS | _BYTES | {
         "q_d": _tile(element, 64, width), "k_d": _tile(element, 128, width), "q_ptr": f"*{element}",
     }  # fmt: skip
     shared = {"WIDTH": width, "PRECISION": "ieee" if element == "fp32" else "tf32"}
     scores = shared | {"D": width, "LOGIT": False, "BY_MAX": False, "SPLITS": 32, "STAGES": stages.scores}
     cells = shared | {"TILE": 128, "COUNT": False}
+    warps = on_maps.warps
     norms = shared | {"D": width, "LOGIT": False, "STAGES": stages.norms}
-    on_passes, of_maps = triton_scores.warps_for(capability), triton_mass.warps_for(size)
+    on_passes = triton_scores.warps_for(capability)
     jobs: list[tuple[str, Any, dict[str, Any], int, int]] = [
         ("norms", triton_scores._norm_kernel, norms, on_passes, 3),
         ("weights", triton_scores._weights_kernel, scores | {"SINGLE": True}, 4, 3),
         ("weights of many rows", triton_scores._weights_kernel, scores | {"SINGLE": False}, 4, 3),
         ("tail", triton_scores._tail_kernel, scores, on_passes, 3),
-        ("map", triton_mass._rows_kernel, cells | {"LAYOUT": False, "BLOCKS": False}, of_maps, on_maps.rows),
-        ("map of cells", triton_mass._rows_kernel, cells | {"LAYOUT": True, "BLOCKS": True}, of_maps, on_maps.rows),
-        ("diagonals", triton_mass._diagonals_kernel, shared, of_maps, on_maps.diagonals),
+        ("map", triton_mass._rows_kernel, cells | {"LAYOUT": False, "BLOCKS": False}, warps, on_maps.rows),
+        ("map of cells", triton_mass._rows_kernel, cells | {"LAYOUT": True, "BLOCKS": True}, warps, on_maps.rows),
+        ("diagonals", triton_mass._diagonals_kernel, shared, warps, on_maps.diagonals),
     ]  # fmt: skip
     return [
         measure(f"{name} {element} d{width}", kernel, types, constants, capability, warps, stages)
