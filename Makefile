@@ -31,7 +31,7 @@ $(NEWEST_TRITON): $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/typecheck.py
+	$(BIN)/python tests/helpers/typecheck.py
 
 # The summary line of pytest is the last line printed.
 test: lint $(NEWEST_TRITON)

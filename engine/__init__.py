@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headscope.engine.attention import dense_attention, masked_attention, sparse_attention
-    from headscope.engine.capture import Capture
-    from headscope.engine.config import HeadConfig
-    from headscope.engine.errors import (
+    from headscope.engine.attend.attention import dense_attention, masked_attention, sparse_attention
+    from headscope.engine.attend.estimator import Estimator
+    from headscope.engine.attend.index import Index, build_index
+    from headscope.engine.base.errors import (
         Cancelled,
         CaptureError,
         ConfigError,
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
         ModelError,
         PromptError,
     )
-    from headscope.engine.estimator import Estimator
-    from headscope.engine.host import HostProfile
-    from headscope.engine.index import Index, build_index
-    from headscope.engine.integration import apply
-    from headscope.engine.measure import HeadMeasurement, LayerMeasurement, measure_heads
-    from headscope.engine.model import LoadedModel, ModelFacts, fetch, load_model
-    from headscope.engine.patterns import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
-    from headscope.engine.search import search_config
+    from headscope.engine.config.file import HeadConfig
+    from headscope.engine.config.host import HostProfile
+    from headscope.engine.loss.measure import HeadMeasurement, LayerMeasurement, measure_heads
+    from headscope.engine.model.apply import apply
+    from headscope.engine.model.load import LoadedModel, ModelFacts, fetch, load_model
+    from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
+    from headscope.engine.runs.capture import Capture
+    from headscope.engine.search.run import search_config
 
 _HOMES = {
-    "attention": ("dense_attention", "masked_attention", "sparse_attention"),
-    "capture": ("Capture",),
-    "config": ("HeadConfig",),
-    "errors": (
+    "attend.attention": ("dense_attention", "masked_attention", "sparse_attention"),
+    "runs.capture": ("Capture",),
+    "config.file": ("HeadConfig",),
+    "base.errors": (
         "Cancelled",
         "CaptureError",
         "ConfigError",
@@ -43,14 +43,14 @@ _HOMES = {
         "ModelError",
         "PromptError",
     ),
-    "estimator": ("Estimator",),
-    "host": ("HostProfile",),
-    "index": ("Index", "build_index"),
-    "integration": ("apply",),
-    "measure": ("HeadMeasurement", "LayerMeasurement", "measure_heads"),
-    "model": ("LoadedModel", "ModelFacts", "fetch", "load_model"),
-    "patterns": ("AShape", "BlockSparse", "Dense", "Fixed", "Fraction", "VerticalSlash"),
-    "search": ("search_config",),
+    "attend.estimator": ("Estimator",),
+    "config.host": ("HostProfile",),
+    "attend.index": ("Index", "build_index"),
+    "model.apply": ("apply",),
+    "loss.measure": ("HeadMeasurement", "LayerMeasurement", "measure_heads"),
+    "model.load": ("LoadedModel", "ModelFacts", "fetch", "load_model"),
+    "patterns.families": ("AShape", "BlockSparse", "Dense", "Fixed", "Fraction", "VerticalSlash"),
+    "search.run": ("search_config",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from headscope.kernels import reference, torch_attention, torch_index, torch_mass
+from headscope.kernels.cells import reference
+from headscope.kernels.torch import attention as torch_attention
+from headscope.kernels.torch import index as torch_index
+from headscope.kernels.torch import mass as torch_mass
 
 NAMES = ("auto", "gluon", "triton", "torch", "reference")
 
@@ -36,7 +39,7 @@ class Backend:
 TORCH = Backend("torch", torch_attention.dense, torch_attention.attend)
 REFERENCE = Backend("reference", reference.dense, reference.attend)
 
-_LAZY = {"triton": "headscope.kernels.triton_backend", "gluon": "headscope.kernels.gluon_backend"}
+_LAZY = {"triton": "headscope.kernels.triton.backend", "gluon": "headscope.kernels.gluon.backend"}
 
 
 def choose(impl: str, q: torch.Tensor, layout: Any = None) -> Backend:

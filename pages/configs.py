@@ -5,16 +5,18 @@ from __future__ import annotations
 import polars as pl
 import streamlit as st
 
-from headscope.engine.errors import HeadscopeError
-from headscope.engine.estimator import Estimator
-from headscope.engine.facts import ModelFacts
-from headscope.studio import exports, setup, state, widgets, words
-from headscope.studio.draft import Draft, Grid, differences
-from headscope.studio.exports import RoundTrip
-from headscope.studio.lab import Lab
-from headscope.studio.results import Run
-from headscope.studio.state import View
-from headscope.studio.store import ConfigRow
+from headscope.engine.attend.estimator import Estimator
+from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.config.facts import ModelFacts
+from headscope.studio.base import words
+from headscope.studio.store.store import ConfigRow
+from headscope.studio.ui import setup, state, widgets
+from headscope.studio.ui.state import View
+from headscope.studio.work import exports
+from headscope.studio.work.draft import Draft, Grid, differences
+from headscope.studio.work.exports import RoundTrip
+from headscope.studio.work.lab import Lab
+from headscope.studio.work.results import Run
 
 
 def main() -> None:
@@ -108,14 +110,19 @@ def versions(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> Non
     parent = pl.col("parent").cast(pl.String).fill_null("–")
     shown = frame.select("number", "name", parent, "model", "heads", "note", "created_at")
     st.dataframe(
-        shown, key="versions", on_select=picked, selection_mode="single-row", hide_index=True, alt="Saved versions",
+        shown,
+        key="versions",
+        on_select=picked,
+        selection_mode="single-row",
+        hide_index=True,
+        alt="Saved versions",
         height=min(320, 38 + 35 * len(ids)),
         column_config={
             "number": st.column_config.NumberColumn("v", width=48),
             "parent": st.column_config.TextColumn("from v", width=64),
             "created_at": st.column_config.DatetimeColumn("saved (UTC)"),
         },
-    )  # fmt: skip
+    )
     if seen.version not in ids:
         seen.version = ids[0]
     row = held.store.config(seen.version)
@@ -132,15 +139,22 @@ def one_version(
     with st.container(horizontal=True):
         fits = run is not None and (len(row.heads), len(row.heads[0])) == (run.facts.layers, run.facts.query_heads)
         st.button(
-            "Restore as the draft", key="restore", icon=":material/history:", disabled=not fits or draft is None,
+            "Restore as the draft",
+            key="restore",
+            icon=":material/history:",
+            disabled=not fits or draft is None,
             help="The draft then stands on this version; Undo on the Tune page takes it back",
-            on_click=restore, args=(held, seen, run, draft, row),
-        )  # fmt: skip
+            on_click=restore,
+            args=(held, seen, run, draft, row),
+        )
         job = held.worker.latest(seen.session)
         if st.button(
-            "Check the export", key="export", icon=":material/fact_check:", disabled=job is not None and job.open,
+            "Check the export",
+            key="export",
+            icon=":material/fact_check:",
+            disabled=job is not None and job.open,
             help="Writes the file, loads it with the engine, measures every head again and compares",
-        ):  # fmt: skip
+        ):
             try:
                 evidence_run = None if row.run_id is None else held.run(row.run_id)
                 held.worker.submit(
@@ -180,9 +194,15 @@ def exported(made: RoundTrip) -> None:
         f"(largest difference in missed mass {made.largest_difference:.1e})."
     )
     st.download_button(
-        "Download the config", made.text, made.file_name, "application/json", key="take", type="primary",
-        icon=":material/download:", on_click="ignore",
-    )  # fmt: skip
+        "Download the config",
+        made.text,
+        made.file_name,
+        "application/json",
+        key="take",
+        type="primary",
+        icon=":material/download:",
+        on_click="ignore",
+    )
 
 
 def differs(held: Lab, row: ConfigRow, draft: Draft | None, frame: pl.DataFrame) -> None:
@@ -231,9 +251,12 @@ def differs(held: Lab, row: ConfigRow, draft: Draft | None, frame: pl.DataFrame)
     )
     percent = st.column_config.NumberColumn(format="percent")
     st.dataframe(
-        table, hide_index=True, alt="Heads that differ", height=min(340, 38 + 35 * len(found)),
+        table,
+        hide_index=True,
+        alt="Heads that differ",
+        height=min(340, 38 + 35 * len(found)),
         column_config={name: percent for name in table.columns if name.startswith("missed")},
-    )  # fmt: skip
+    )
 
 
 def _missed(row: ConfigRow | None, layer: int, head: int) -> float | None:

@@ -6,15 +6,17 @@ import numpy as np
 import polars as pl
 import streamlit as st
 
-from headscope.engine.errors import HeadscopeError
-from headscope.studio import charts, setup, state, widgets, words
-from headscope.studio.draft import Draft
-from headscope.studio.jobs import sentence
-from headscope.studio.lab import Lab
-from headscope.studio.panels import more_about
-from headscope.studio.results import METRICS, HeadDetail, Run
-from headscope.studio.state import View
-from headscope.studio.theme import GLYPHS
+from headscope.engine.base.errors import HeadscopeError
+from headscope.studio.base import words
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import GLYPHS
+from headscope.studio.ui import setup, state, widgets
+from headscope.studio.ui.panels import more_about
+from headscope.studio.ui.state import View
+from headscope.studio.work.draft import Draft
+from headscope.studio.work.jobs import sentence
+from headscope.studio.work.lab import Lab
+from headscope.studio.work.results import METRICS, HeadDetail, Run
 
 
 def main() -> None:
@@ -101,19 +103,27 @@ def worst_first(seen: View, values: list[list[float]], grid: list) -> None:
 
     percent = "%.1f %%"
     st.dataframe(
-        frame, key="worst", on_select=picked, selection_mode="single-row", hide_index=True, height=318,
+        frame,
+        key="worst",
+        on_select=picked,
+        selection_mode="single-row",
+        hide_index=True,
+        height=318,
         alt="Heads, the worst first",
         column_config={
             "head": st.column_config.TextColumn(width=64),
             "pattern": st.column_config.TextColumn(width=98),
             "shown": st.column_config.ProgressColumn(
-                METRICS[seen.metric].removeprefix("missed mass, "), min_value=0.0, max_value=max(100 * top, 1e-4),
-                format=percent, width=122,
+                METRICS[seen.metric].removeprefix("missed mass, "),
+                min_value=0.0,
+                max_value=max(100 * top, 1e-4),
+                format=percent,
+                width=122,
             ),
             "worst row": st.column_config.NumberColumn(format=percent, width=74),
             "cost": st.column_config.NumberColumn(format=percent, width=60, help="Computed share of the causal pairs"),
         },
-    )  # fmt: skip
+    )
 
 
 def head(held: Lab, seen: View, run: Run, draft: Draft, values: list[list[float]]) -> None:
@@ -150,13 +160,24 @@ def body(seen: View, run: Run, detail: HeadDetail) -> None:
 def all_heads(grid: list) -> pl.DataFrame:
     """Every head's numbers, for the download."""
     flat = [one for row in grid for one in row if one is not None]
-    numbers = ("missed_mass_mean", "missed_mass_worst", "missed_mass_p99", "output_error", "output_cosine",
-               "requested_density", "computed_density", "time_share_ms")  # fmt: skip
+    numbers = (
+        "missed_mass_mean",
+        "missed_mass_worst",
+        "missed_mass_p99",
+        "output_error",
+        "output_cosine",
+        "requested_density",
+        "computed_density",
+        "time_share_ms",
+    )
     return pl.DataFrame(
-        {"layer": [one.layer for one in flat], "head": [one.head for one in flat],
-         "pattern": [words.label(one.pattern) for one in flat]}
+        {
+            "layer": [one.layer for one in flat],
+            "head": [one.head for one in flat],
+            "pattern": [words.label(one.pattern) for one in flat],
+        }
         | {name: [getattr(one, name) for one in flat] for name in numbers}
-    )  # fmt: skip
+    )
 
 
 main()

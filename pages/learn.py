@@ -2,8 +2,8 @@
 
 import streamlit as st
 
-from headscope.studio import state, widgets
 from headscope.studio.lessons import chapters
+from headscope.studio.ui import state, widgets
 
 st.set_page_config(page_title="Learn · headscope", layout="wide")
 st.html(widgets.STYLE)

@@ -9,17 +9,22 @@ import numpy as np
 import polars as pl
 import streamlit as st
 
-from headscope.engine.errors import HeadscopeError
-from headscope.engine.explain import explain
-from headscope.engine.facts import ModelFacts
-from headscope.engine.packaged import PACKAGED
-from headscope.engine.search_check import Expected
-from headscope.engine.search_grid import default_grid
-from headscope.engine.search_table import Allocation, Target
-from headscope.studio import charts, prompts, search_charts, search_view, state, widgets, words
-from headscope.studio.lab import Lab
-from headscope.studio.search_view import Found, Plan
-from headscope.studio.state import View
+from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.config.facts import ModelFacts
+from headscope.engine.model.packaged import PACKAGED
+from headscope.engine.search.check import Expected
+from headscope.engine.search.explain import explain
+from headscope.engine.search.grid import default_grid
+from headscope.engine.search.table import Allocation, Target
+from headscope.studio.base import words
+from headscope.studio.charts import charts
+from headscope.studio.charts import search as search_charts
+from headscope.studio.ui import state, widgets
+from headscope.studio.ui.state import View
+from headscope.studio.work import prompts
+from headscope.studio.work import search as search_view
+from headscope.studio.work.lab import Lab
+from headscope.studio.work.search import Found, Plan
 
 LIMITS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 SPEEDUPS = tuple(round(0.5 + 0.05 * step, 2) for step in range(0, 91))
@@ -79,21 +84,27 @@ def start(held: Lab, seen: View) -> None:
         names = list(dict.fromkeys([*PACKAGED, seen.model]))
         st.selectbox("Model", names, **state.bind("search-model", seen.model, lambda new: setattr(seen, "model", new)))
         st.multiselect(
-            "Calibration prompts", list(known), format_func=lambda name: f"{known[name].kind}: {known[name].title}",
+            "Calibration prompts",
+            list(known),
+            format_func=lambda name: f"{known[name].kind}: {known[name].title}",
             help="Several kinds: a pattern that suits one text need not suit another",
             **state.bind("search-samples", plan["samples"], lambda new: plan.update(samples=list(new))),
-        )  # fmt: skip
+        )
         st.segmented_control(
-            "Tokens of each prompt", list(LENGTHS), required=True,
+            "Tokens of each prompt",
+            list(LENGTHS),
+            required=True,
             **state.bind("search-length", plan["length"], lambda new: plan.update(length=new)),
-        )  # fmt: skip
+        )
     with right:
         st.text_area(
-            "Candidates, one a line", height=230,
+            "Candidates, one a line",
+            height=230,
             help="Budgets are counts or fractions of the length; dense is always in",
-            **state.bind("search-grid", plan["grid"] or search_view.grid_text(default_grid()),
-                         lambda new: plan.update(grid=new)),
-        )  # fmt: skip
+            **state.bind(
+                "search-grid", plan["grid"] or search_view.grid_text(default_grid()), lambda new: plan.update(grid=new)
+            ),
+        )
     problem, grid = "", None
     try:
         grid = search_view.parse_grid(plan["grid"] or search_view.grid_text(default_grid()))
@@ -104,9 +115,13 @@ def start(held: Lab, seen: View) -> None:
     job = held.worker.latest(seen.session)
     with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
         pressed = st.button(
-            "Search", type="primary", key="search-start", icon=":material/play_arrow:", width=140,
+            "Search",
+            type="primary",
+            key="search-start",
+            icon=":material/play_arrow:",
+            width=140,
             disabled=bool(problem) or (job is not None and job.open),
-        )  # fmt: skip
+        )
         if problem:
             st.error(words.plain_markdown(problem))
         elif grid is not None:
@@ -119,9 +134,11 @@ def start(held: Lab, seen: View) -> None:
         target = Target(max_missed=plan["limit"])
         try:
             held.worker.submit(
-                seen.session, "search", f"Searching {seen.model}",
+                seen.session,
+                "search",
+                f"Searching {seen.model}",
                 lambda context: search_view.run_search(held, context, asked, target),
-            )  # fmt: skip
+            )
         except HeadscopeError as error:
             seen.notice = str(error)
         st.rerun()
@@ -160,9 +177,11 @@ def choose(held: Lab, seen: View, rows: list[dict[str, Any]]) -> Found | None:
         for row_id, label in names.items()
     }
     st.selectbox(
-        "Search", list(known), format_func=labels.__getitem__,
+        "Search",
+        list(known),
+        format_func=labels.__getitem__,
         **state.bind("search-chosen", current, lambda new: seen.extra.update(search=new)),
-    )  # fmt: skip
+    )
     held_found = seen.extra.get("search-found")
     if isinstance(held_found, Found) and held_found.id == current:
         return held_found
@@ -182,27 +201,38 @@ def slider(seen: View, found: Found) -> tuple[Found, Target]:
     by = {"loss": "no head misses more than", "speed": "faster by" if unit == "ms" else "fewer tiles by"}
     with st.container(horizontal=True, gap="medium"):
         st.segmented_control(
-            "Least", list(COSTS), format_func=COSTS.__getitem__, required=True,
+            "Least",
+            list(COSTS),
+            format_func=COSTS.__getitem__,
+            required=True,
             help="Time is predicted for the machine that ran the search. Tiles of 64 x 128 cells are the work itself: "
             "count them to choose for a machine other than this one, such as a GPU",
             **state.bind("search-cost", unit, lambda new: place.update(cost=new)),
-        )  # fmt: skip
+        )
         st.segmented_control(
-            "Target", list(by), format_func=by.__getitem__, required=True,
+            "Target",
+            list(by),
+            format_func=by.__getitem__,
+            required=True,
             **state.bind("search-by", place["by"], lambda new: place.update(by=new)),
-        )  # fmt: skip
+        )
     if place["by"] == "loss":
         st.select_slider(
-            "Largest missed mass of any head", LIMITS, format_func=words.percent, width=520,
+            "Largest missed mass of any head",
+            LIMITS,
+            format_func=words.percent,
+            width=520,
             **state.bind("search-limit", place["limit"], lambda new: place.update(limit=new)),
-        )  # fmt: skip
+        )
         target = Target(max_missed=place["limit"])
     else:
         st.select_slider(
-            "Dense over sparse prefill time" if unit == "ms" else "Dense over sparse computed tiles", SPEEDUPS,
-            format_func=lambda value: f"{value:.2f}×", width=520,
+            "Dense over sparse prefill time" if unit == "ms" else "Dense over sparse computed tiles",
+            SPEEDUPS,
+            format_func=lambda value: f"{value:.2f}×",
+            width=520,
             **state.bind("search-speedup", place["speedup"], lambda new: place.update(speedup=new)),
-        )  # fmt: skip
+        )
         target = Target(speedup=place["speedup"])
     return counted(seen, found, place["cost"]), target
 
@@ -224,17 +254,28 @@ def metrics(found: Found, allocation: Allocation) -> None:
     first, second, third, fourth = st.columns(4)
     if found.unit == "tiles":
         first.metric(
-            "computed tiles, of dense", words.percent(said.attention_ms / max(1e-9, said.dense_attention_ms)),
-            delta=f"{said.attention_ms:,.0f} of {said.dense_attention_ms:,.0f}", delta_arrow="off", delta_color="off",
-        )  # fmt: skip
+            "computed tiles, of dense",
+            words.percent(said.attention_ms / max(1e-9, said.dense_attention_ms)),
+            delta=f"{said.attention_ms:,.0f} of {said.dense_attention_ms:,.0f}",
+            delta_arrow="off",
+            delta_color="off",
+        )
     (second if found.unit == "tiles" else first).metric(
-        "attention, predicted", words.milliseconds(timed.attention_ms), delta_arrow="off", delta_color="off",
+        "attention, predicted",
+        words.milliseconds(timed.attention_ms),
+        delta_arrow="off",
+        delta_color="off",
         delta=f"dense {words.milliseconds(timed.dense_attention_ms)}",
-    )  # fmt: skip
+    )
     if found.unit == "ms":
         second.metric("whole prefill, dense over sparse", f"{said.speedup:.2f}×")
-    third.metric("missed mass, mean", words.percent(said.loss_mean), delta_arrow="off", delta_color="off",
-                 delta=f"worst head {words.percent(said.loss_worst)}")  # fmt: skip
+    third.metric(
+        "missed mass, mean",
+        words.percent(said.loss_mean),
+        delta_arrow="off",
+        delta_color="off",
+        delta=f"worst head {words.percent(said.loss_worst)}",
+    )
     fourth.metric("computes, of causal pairs", words.percent(said.computed_pairs / max(1, said.causal_pairs)))
 
 
@@ -272,8 +313,10 @@ def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target:
     with left:
         widgets.figure(
             search_charts.curve(rows, (said.loss_mean, said.attention_ms), state.colours(), found.unit),
-            "search-curve", search_charts.describe_curve(rows, found.unit), lambda: pl.DataFrame(rows),
-        )  # fmt: skip
+            "search-curve",
+            search_charts.describe_curve(rows, found.unit),
+            lambda: pl.DataFrame(rows),
+        )
         act(held, seen, found, allocation, target)
         why(found, allocation, target)
     with right:
@@ -282,13 +325,21 @@ def outcome(held: Lab, seen: View, found: Found, allocation: Allocation, target:
         patterns = [[grid.candidates[int(number)] for number in row] for row in allocation.picked]
         labels = [[words.label(pattern) for pattern in row] for row in patterns]
         drawn = charts.overview(
-            losses, labels, [[pattern.kind for pattern in row] for row in patterns], None, (),
-            "missed mass, worst prompt", state.colours(), clicks=True,
-        )  # fmt: skip
+            losses,
+            labels,
+            [[pattern.kind for pattern in row] for row in patterns],
+            None,
+            (),
+            "missed mass, worst prompt",
+            state.colours(),
+            clicks=True,
+        )
         widgets.figure(
-            drawn, "search-heads", f"Layers by heads of the choice: {families}.",
+            drawn,
+            "search-heads",
+            f"Layers by heads of the choice: {families}.",
             lambda: search_view.heads_frame(found, allocation),
-        )  # fmt: skip
+        )
 
 
 def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Target) -> None:
@@ -309,22 +360,32 @@ def act(held: Lab, seen: View, found: Found, allocation: Allocation, target: Tar
                 seen.notice = str(error)
             st.rerun()
         if st.button(
-            "Measure it for real", key="search-check", icon=":material/timer:", disabled=busy,
+            "Measure it for real",
+            key="search-check",
+            icon=":material/timer:",
+            disabled=busy,
             help="Runs this choice on the first calibration prompt and times it",
-        ):  # fmt: skip
+        ):
             said = search_view.expected(found, allocation)
             try:
                 held.worker.submit(
-                    seen.session, "search-check", label,
+                    seen.session,
+                    "search-check",
+                    label,
                     lambda context: (found.id, said, search_view.check_for_real(held, context, found, config)),
-                )  # fmt: skip
+                )
             except HeadscopeError as error:
                 seen.notice = str(error)
             st.rerun()
         st.download_button(
-            "Config file", lambda: config.to_json().encode(), "headscope-search.json", "application/json",
-            key="search-download", on_click="ignore", icon=":material/download:",
-        )  # fmt: skip
+            "Config file",
+            lambda: config.to_json().encode(),
+            "headscope-search.json",
+            "application/json",
+            key="search-download",
+            on_click="ignore",
+            icon=":material/download:",
+        )
     name, checked = seen.extra.get("search-checked", ("", None))
     if checked is not None and checked[0] == found.id:
         both(name, checked[1], checked[2])
@@ -380,10 +441,11 @@ def why(found: Found, allocation: Allocation, target: Target) -> None:
             for number, pattern in enumerate(found.settings.grid.candidates)
         ]
         widgets.figure(
-            search_charts.head_front(told, every, target.max_missed, state.colours(), found.unit), "search-front",
+            search_charts.head_front(told, every, target.max_missed, state.colours(), found.unit),
+            "search-front",
             f"Candidates of layer {layer} head {head} by cost and loss; {told.chosen.label} is chosen.",
             lambda: pl.DataFrame(every, orient="row", schema=["family", "pattern", found.unit, "missed_mass"]),
-        )  # fmt: skip
+        )
 
 
 main()

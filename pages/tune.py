@@ -8,16 +8,19 @@ from typing import Any
 import polars as pl
 import streamlit as st
 
-from headscope.engine.errors import HeadscopeError
-from headscope.engine.patterns import Fraction, Pattern
-from headscope.studio import charts, editor, state, trial, widgets, words
-from headscope.studio.draft import SCOPES, Draft
-from headscope.studio.jobs import sentence
-from headscope.studio.lab import Lab
-from headscope.studio.panels import loss
-from headscope.studio.results import HeadDetail, Run
-from headscope.studio.state import View
-from headscope.studio.theme import GLYPHS
+from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.patterns.families import Fraction, Pattern
+from headscope.studio.base import words
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import GLYPHS
+from headscope.studio.ui import state, trial, widgets
+from headscope.studio.ui.panels import loss
+from headscope.studio.ui.state import View
+from headscope.studio.work import editor
+from headscope.studio.work.draft import SCOPES, Draft
+from headscope.studio.work.jobs import sentence
+from headscope.studio.work.lab import Lab
+from headscope.studio.work.results import HeadDetail, Run
 
 
 def main() -> None:
@@ -51,10 +54,17 @@ def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
     pattern = draft.patterns[seen.layer][seen.head]
     tokens = run.row.tokens
     st.segmented_control(
-        "Pattern", editor.KINDS, format_func=lambda kind: f"{GLYPHS[kind]} {kind}", required=True, wrap=True,
-        **state.bind("kind", pattern.kind if pattern.kind in editor.KINDS else "dense",
-                     lambda kind: edit(held, seen, draft, editor.default(kind, tokens))),
-    )  # fmt: skip
+        "Pattern",
+        editor.KINDS,
+        format_func=lambda kind: f"{GLYPHS[kind]} {kind}",
+        required=True,
+        wrap=True,
+        **state.bind(
+            "kind",
+            pattern.kind if pattern.kind in editor.KINDS else "dense",
+            lambda kind: edit(held, seen, draft, editor.default(kind, tokens)),
+        ),
+    )
     if pattern.kind == "fixed":
         st.caption("This head has fixed positions from a file; choosing a pattern above replaces them.")
     budgets(held, seen, draft, pattern, tokens)
@@ -64,15 +74,22 @@ def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
             heads = draft.scope(scope, seen.layer, seen.head, run.facts.group)
             if scope == "same pattern":
                 base = previous(draft, seen)
-                heads = [(layer, head) for layer, row in enumerate(draft.patterns) for head, one in enumerate(row)
-                         if one == base]  # fmt: skip
+                heads = [
+                    (layer, head)
+                    for layer, row in enumerate(draft.patterns)
+                    for head, one in enumerate(row)
+                    if one == base
+                ]
             others = [place for place in heads if draft.patterns[place[0]][place[1]] != pattern]
             label = "heads as it was" if scope == "same pattern" else scope
             st.button(
-                f"{label} ({len(others)})", key=f"scope-{scope}", disabled=not others,
+                f"{label} ({len(others)})",
+                key=f"scope-{scope}",
+                disabled=not others,
                 help=f"Gives {words.label(pattern)} to {words.count(len(others), 'other head')}",
-                on_click=spread, args=(held, seen, draft, label, others, pattern),
-            )  # fmt: skip
+                on_click=spread,
+                args=(held, seen, draft, label, others, pattern),
+            )
     with st.container(horizontal=True, vertical_alignment="center"):
         st.button(
             "Undo",
@@ -115,35 +132,58 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
         with columns[index % 2]:
             if isinstance(value, Fraction):
                 st.number_input(
-                    field.label + ", % of prompt", 0.01, 100.0, None, step=0.5, format="%.2f", help=field.help,
+                    field.label + ", % of prompt",
+                    0.01,
+                    100.0,
+                    None,
+                    step=0.5,
+                    format="%.2f",
+                    help=field.help,
                     **state.bind(key, round(value.of * 100, 2), lambda new, name=field.name: write(name, new)),
-                )  # fmt: skip
+                )
             else:
                 most = 4096 if field.name == "block_size" else max(tokens, int(value))
                 st.number_input(
-                    field.label, field.least, most, None, step=step(field.name, int(value)), help=field.help,
+                    field.label,
+                    field.least,
+                    most,
+                    None,
+                    step=step(field.name, int(value)),
+                    help=field.help,
                     **state.bind(key, int(value), lambda new, name=field.name: write(name, new)),
-                )  # fmt: skip
+                )
 
     def switch(on: bool) -> None:
-        rebuild(held, seen, draft, pattern, lambda now: {
-            name: editor.as_share(value, tokens, on) if name in shared else value for name, value in now.items()
-        })  # fmt: skip
+        rebuild(
+            held,
+            seen,
+            draft,
+            pattern,
+            lambda now: {
+                name: editor.as_share(value, tokens, on) if name in shared else value for name, value in now.items()
+            },
+        )
 
     with st.container(horizontal=True):
-        st.toggle("As a share of the prompt", **state.bind("share", share, switch),
-                  help="Budgets then grow with the length of the prompt")  # fmt: skip
+        st.toggle(
+            "As a share of the prompt",
+            **state.bind("share", share, switch),
+            help="Budgets then grow with the length of the prompt",
+        )
         if pattern.kind == "vertical-slash":
             windowed = "windows" in numbers
 
             def window(on: bool) -> None:
                 extra = {"windows": 4} if on else {"slash": 256, "local": 16}
-                rebuild(held, seen, draft, pattern, lambda now: {
-                    "vertical": now["vertical"], "sink": now["sink"], **extra
-                })  # fmt: skip
+                rebuild(
+                    held, seen, draft, pattern, lambda now: {"vertical": now["vertical"], "sink": now["sink"], **extra}
+                )
 
-            st.toggle("Whole windows", **state.bind("windowed", windowed, window),
-                      help="Buys windows of 128 distances by their mass, in place of single distances")  # fmt: skip
+            st.toggle(
+                "Whole windows",
+                **state.bind("windowed", windowed, window),
+                help="Buys windows of 128 distances by their mass, in place of single distances",
+            )
 
 
 def step(name: str, value: int) -> int:
@@ -222,10 +262,21 @@ def outcome(held: Lab, seen: View, run: Run, draft: Draft) -> None:
 def deeper(held: Lab, seen: View, run: Run, detail: HeadDetail) -> None:
     """The curve of loss against cost, and the loss in steps; each measured when asked for."""
     one = detail.measurement
-    with st.expander("Would another budget or family do better?", icon=":material/show_chart:",
-                     expanded=bool(seen.extra.get("curve"))):  # fmt: skip
-        by_time = st.segmented_control("Cost as", ["computed pairs", "measured time"], default="computed pairs",
-                                       required=True, key="curve-cost") == "measured time"  # fmt: skip
+    with st.expander(
+        "Would another budget or family do better?",
+        icon=":material/show_chart:",
+        expanded=bool(seen.extra.get("curve")),
+    ):
+        by_time = (
+            st.segmented_control(
+                "Cost as",
+                ["computed pairs", "measured time"],
+                default="computed pairs",
+                required=True,
+                key="curve-cost",
+            )
+            == "measured time"
+        )
         place = (run.id, one.layer, one.head)
         if st.button("Measure the curve", key="curve", help="Each family at several budgets, this head alone"):
             seen.extra["curve"] = place
@@ -234,11 +285,15 @@ def deeper(held: Lab, seen: View, run: Run, detail: HeadDetail) -> None:
                 tried = editor.sweep(one.pattern, run.row.tokens)
                 points = held.curve(run, one.layer, one.head, tried, detail.estimator)
             widgets.figure(
-                charts.trade_off(points, words.label(one.pattern), by_time, state.colours()), "trade-off",
+                charts.trade_off(points, words.label(one.pattern), by_time, state.colours()),
+                "trade-off",
                 f"Missed mass against cost, {len(points)} patterns; now {words.percent(one.missed_mass_mean)} missed.",
-                lambda: pl.DataFrame(points, orient="row",
-                                     schema=["family", "pattern", "computed_density", "sparse_ms", "missed_mass_mean"]),
-            )  # fmt: skip
+                lambda: pl.DataFrame(
+                    points,
+                    orient="row",
+                    schema=["family", "pattern", "computed_density", "sparse_ms", "missed_mass_mean"],
+                ),
+            )
     if st.toggle("Why does it lose this?", key="why"):
         loss(held, run, detail)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from headscope.engine.facts import facts_of
-from headscope.engine.model import LoadedModel, load_model
+from headscope.engine.config.facts import facts_of
+from headscope.engine.model.load import LoadedModel, load_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

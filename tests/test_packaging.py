@@ -20,7 +20,7 @@ FORBIDDEN = {
     "studio": {"triton", "transformers", "headscope.pages"},
     "pages": {"triton", "transformers"},
 }
-MAY_IMPORT_TRANSFORMERS = {"model.py", "capture.py", "integration.py"}
+MAY_IMPORT_TRANSFORMERS = {"model/load.py", "model/apply.py", "runs/capture.py"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -45,7 +45,7 @@ def breaches(folder: Path, package: str) -> list[str]:
             if (
                 package == "engine"
                 and name.split(".")[0] == "transformers"
-                and path.name not in MAY_IMPORT_TRANSFORMERS
+                and path.relative_to(folder).as_posix() not in MAY_IMPORT_TRANSFORMERS
             ):
                 found.append(f"{path.name}: {name}")
             if name.split(".")[0] in ("engine", "kernels", "studio", "pages"):
@@ -60,7 +60,8 @@ def test_arrows(package: str) -> None:
 
 def test_triton_is_imported_inside_functions_only_where_torch_paths_live() -> None:
     """Importing every engine module must not import triton, transformers or a studio package."""
-    modules = [f"headscope.engine.{path.stem}" for path in (ROOT / "engine").glob("*.py") if path.stem != "__init__"]
+    files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "engine").rglob("*.py")]
+    modules = [".".join(("headscope", *file.parts)).removesuffix(".__init__") for file in files]
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
     code += "print(sorted({'triton', 'transformers', 'streamlit', 'plotly', 'duckdb', 'polars'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -117,7 +118,12 @@ def test_the_wheel_carries_all_and_nothing_at_the_top(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"headscope", wheel.name.split("-py3")[0] + ".dist-info"}
-    for name in ("engine/cli.py", "kernels/layout.py", "sample_prompts/code.txt", "sample_prompts/index.json"):
+    for name in (
+        "engine/cli/main.py",
+        "kernels/cells/layout.py",
+        "sample_prompts/code.txt",
+        "sample_prompts/index.json",
+    ):
         assert f"headscope/{name}" in names
     ours = [path for part in ("pages", "studio", "engine", "kernels") for path in (ROOT / part).rglob("*.py")]
     ours += [ROOT / "app.py"] if (ROOT / "app.py").exists() else []
@@ -136,10 +142,10 @@ def test_the_wheel_runs_beside_the_public_kernels_package(wheel: Path, tmp_path:
     subprocess.run([*install, "torch==2.13.0", "kernels"], check=True, capture_output=True)
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     code = (
-        "import importlib.util, kernels, transformers, headscope.engine as e, headscope.kernels.layout as l\n"
+        "import importlib.util, kernels, transformers, headscope.engine as e, headscope.kernels.cells.layout as l\n"
         "from transformers import LlamaForCausalLM\n"
         "from headscope.engine import VerticalSlash, build_index, sparse_attention\n"
-        "from headscope.engine.prompts import list_prompts\n"
+        "from headscope.engine.prompts.sources import list_prompts\n"
         "import torch\n"
         "assert 'headscope' not in kernels.__file__ and 'headscope' in l.__file__\n"
         "assert all(importlib.util.find_spec(n) is None for n in ('streamlit', 'plotly', 'duckdb', 'polars'))\n"

@@ -11,11 +11,11 @@ import streamlit as st
 import torch
 
 from headscope.engine import AShape, Dense, Fixed, build_index
-from headscope.studio import charts
+from headscope.studio.base.words import percent
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.theme import Theme
-from headscope.studio.words import percent
 
 DRAWING = (8, 1, 2)
 """The article's drawing: positions, sink, window."""
@@ -53,9 +53,16 @@ def lesson(n: int, sink: int, window: int) -> AShapeLesson:
     classes = np.where(causal, 1, 0) + (whole & left) * 1 + (whole & near) * 2
     classes = np.where(left & near, 4, classes)
     return AShapeLesson(
-        n, sink, window, cells=counts[0], sink_cells=counts[1], window_cells=counts[2], both=int((left & near).sum()),
-        dense_cells=counts[3], classes=classes,
-    )  # fmt: skip
+        n,
+        sink,
+        window,
+        cells=counts[0],
+        sink_cells=counts[1],
+        window_cells=counts[2],
+        both=int((left & near).sum()),
+        dense_cells=counts[3],
+        classes=classes,
+    )
 
 
 def growth(sink: int, window: int) -> tuple[list[int], list[int]]:
@@ -93,10 +100,14 @@ def draw_growth(sink: int, window: int, sparse: list[int], dense: list[int], the
         (f"a-shape {sink}/{window}", sparse, theme.patterns["a-shape"], "triangle-up", "solid"),
     ):
         figure.add_scatter(
-            x=list(LENGTHS), y=values, name=name, mode="lines+markers",
-            line={"color": colour, "width": 2, "dash": dash}, marker={"symbol": mark, "size": 8},
+            x=list(LENGTHS),
+            y=values,
+            name=name,
+            mode="lines+markers",
+            line={"color": colour, "width": 2, "dash": dash},
+            marker={"symbol": mark, "size": 8},
             hovertemplate="n = %{x:,}: %{y:,} cells<extra>" + name + "</extra>",
-        )  # fmt: skip
+        )
     charts.layout(figure, theme, "Cells as the prompt grows", 280)
     figures.plain(figure, theme, ("positions n", "cells"))
     figure.update_xaxes(type="log", tickvals=LENGTHS[::2], tickformat=",")
@@ -116,8 +127,9 @@ def show(theme: Theme) -> None:
         parts.formula(
             r"\begin{aligned}\mathcal N_A(i)=\;&\{0,\dots,\min(g-1,i)\}\\ \cup\;&\{\max(0,i-w+1),\dots,i\}\\ "
             r"E_A=\;&\textstyle\sum_i|\mathcal N_A(i)|\end{aligned}",
-            "eq. 3 and 4", "g is the sink, w the window, E the cells.",
-        )  # fmt: skip
+            "eq. 3 and 4",
+            "g is the sink, w the window, E the cells.",
+        )
         n = parts.slider("Positions n", 4, 64, 8, "ashape-n")
         sink = parts.slider("Sink g", 0, 16, 1, "ashape-sink")
         window = parts.slider("Window w", 1, 32, 2, "ashape-window")
@@ -137,25 +149,29 @@ def show(theme: Theme) -> None:
         )
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme), "ashape-cells",
+            draw_cells(found, theme),
+            "ashape-cells",
             f"{found.cells} cells: {found.sink_cells} in the sink columns, {found.window_cells} in the window, "
             f"{found.both} in both.",
             lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in found.classes.tolist()]),
-        )  # fmt: skip
+        )
         sparse, dense = growth(sink, window)
         parts.picture(
-            draw_growth(sink, window, sparse, dense, theme), "ashape-growth",
+            draw_growth(sink, window, sparse, dense, theme),
+            "ashape-growth",
             "Cells against length: dense grows with the square, the a-shape in a straight line.",
             lambda: pl.DataFrame({"n": LENGTHS, "a_shape": sparse, "dense": dense}),
-        )  # fmt: skip
+        )
         st.caption(
             f"Dense grows with the square of n, the A-shape only with n: at {LENGTHS[-1]:,} positions "
             f"{dense[-1]:,} cells against {sparse[-1]:,}."
         )
     parts.check(
-        "ashape", "Add the cells of the sink and the cells of the window. By how much is that too many?",
+        "ashape",
+        "Add the cells of the sink and the cells of the window. By how much is that too many?",
         f"By {found.both}: {found.sink_cells} + {found.window_cells} − {found.both} = {found.cells}.",
         "In the first rows the window reaches the sink, and such a cell belongs to both parts. It is read once. A "
         "kernel that reads it twice gets a wrong softmax: chapter 3 shows how wrong.",
-        value=found.both, unit="cells",
-    )  # fmt: skip
+        value=found.both,
+        unit="cells",
+    )

@@ -10,12 +10,13 @@ import polars as pl
 import streamlit as st
 import torch
 
-from headscope.engine import BlockSparse, Dense, Fixed, build_index, dense_attention, mass, sparse_attention
-from headscope.kernels import reference
+from headscope.engine import BlockSparse, Dense, Fixed, build_index, dense_attention, sparse_attention
+from headscope.engine.loss import mass
+from headscope.kernels.cells import reference
+from headscope.studio.base.words import percent
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts, toy
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.theme import Theme
-from headscope.studio.words import percent
 
 DRAWING = ((0, 0), (1, 1), (2, 0), (2, 2), (3, 1), (3, 3))
 """Six 2 x 2 blocks of eight positions: four on the diagonal and two below it, as many cells as the article draws."""
@@ -101,11 +102,17 @@ def lesson(block: int, k: int, needle: float) -> BlockLesson:
     best = _heaviest(exact, kept)
     heaviest = Fixed(blocks=tuple((int(u), int(v)) for u, v in np.argwhere(best)), block_size=block)
     return BlockLesson(
-        block, k, pooled_softmax(one, block), exact, kept, best,
+        block,
+        k,
+        pooled_softmax(one, block),
+        exact,
+        kept,
+        best,
         captured=_captured(one, BlockSparse(k, block)),
         captured_best=_captured(one, heaviest),
-        cells=int(index.requested_pairs()), causal=int(index.causal_pairs()),
-    )  # fmt: skip
+        cells=int(index.requested_pairs()),
+        causal=int(index.causal_pairs()),
+    )
 
 
 def pooled_softmax(one: toy.Head, block: int) -> np.ndarray:
@@ -150,17 +157,30 @@ def draw_drawing(found: Drawing, theme: Theme) -> go.Figure:
 
 def draw_blocks(values: np.ndarray, marked: np.ndarray, title: str, top: float, theme: Theme, scale: bool) -> go.Figure:
     """Shares per block, the chosen ones ringed."""
-    return figures.weights(values, theme, title, outlined=marked, top=top, height=330, unit="of the query block",
-                           scale=scale, axes=("key block v", "query block u"))  # fmt: skip
+    return figures.weights(
+        values,
+        theme,
+        title,
+        outlined=marked,
+        top=top,
+        height=330,
+        unit="of the query block",
+        scale=scale,
+        axes=("key block v", "query block u"),
+    )
 
 
 def draw_captured(found: BlockLesson, theme: Theme) -> go.Figure:
     """Captured mass of every row, for both choices."""
     return figures.lines(
-        [("blocks by pooled score (what runs)", found.captured, theme.accent, "solid"),
-         ("blocks by true mass (cannot be known in time)", found.captured_best, theme.missed, "dot")],
-        theme, "Captured mass of every row", axes=("query row", "captured"),
-    )  # fmt: skip
+        [
+            ("blocks by pooled score (what runs)", found.captured, theme.accent, "solid"),
+            ("blocks by true mass (cannot be known in time)", found.captured_best, theme.missed, "dot"),
+        ],
+        theme,
+        "Captured mass of every row",
+        axes=("query row", "captured"),
+    )
 
 
 def show(theme: Theme) -> None:
@@ -176,8 +196,9 @@ def show(theme: Theme) -> None:
         parts.formula(
             r"\begin{aligned}J_u&=\operatorname{TopK}_{v\le u}(r_{uv},\,k_b)\\ "
             r"r_{uv}&=\tfrac{1}{\sqrt{d_h}}\,\bar q_u^{\top}\bar k_v\end{aligned}",
-            "eq. 6", "The score r compares the mean query of block u with the mean key of block v.",
-        )  # fmt: skip
+            "eq. 6",
+            "The score r compares the mean query of block u with the mean key of block v.",
+        )
     drawn = drawing()
     with left:
         parts.numbers(
@@ -188,19 +209,23 @@ def show(theme: Theme) -> None:
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_drawing(drawn, theme), "blocks-drawing", f"Six blocks of eight positions: {drawn.cells} cells.",
+            draw_drawing(drawn, theme),
+            "blocks-drawing",
+            f"Six blocks of eight positions: {drawn.cells} cells.",
             lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in drawn.classes.tolist()]),
-        )  # fmt: skip
+        )
     st.markdown("#### Which blocks? A score for 1/b² of the price, and what it overlooks")
     _online(theme)
     one_block = drawing(((0, 0), (1, 1)), 4)
     parts.check(
-        "blocks", "Eight positions, blocks of 4, and every query block keeps only its own. How many cells are read?",
+        "blocks",
+        "Eight positions, blocks of 4, and every query block keeps only its own. How many cells are read?",
         f"{one_block.cells} cells.",
         f"Two diagonal blocks, each with 4 · 5 / 2 cells. The six small blocks above come to {drawn.cells} as well: "
         "the same count says nothing about which keys are reached.",
-        value=one_block.cells, unit="cells",
-    )  # fmt: skip
+        value=one_block.cells,
+        unit="cells",
+    )
 
 
 def _online(theme: Theme) -> None:
@@ -233,18 +258,21 @@ def _online(theme: Theme) -> None:
         first, second = st.columns(2, gap="small")
         with first:
             parts.picture(
-                draw_blocks(found.before, found.chosen, "Pooled, then softmax", top, theme, False), "blocks-before",
+                draw_blocks(found.before, found.chosen, "Pooled, then softmax", top, theme, False),
+                "blocks-before",
                 "Softmax of pooled scores; rings are the chosen blocks.",
                 lambda: parts.grid_frame(softmax_of_pooled=found.before.tolist(), chosen=found.chosen.tolist()),
-            )  # fmt: skip
+            )
         with second:
             parts.picture(
                 draw_blocks(found.after, found.best, "Softmax, then pooled: the truth", top, theme, True),
                 "blocks-after",
                 "Exact attention mass per block; rings are the heaviest blocks.",
                 lambda: parts.grid_frame(exact_mass=found.after.tolist(), heaviest=found.best.tolist()),
-            )  # fmt: skip
+            )
         parts.picture(
-            draw_captured(found, theme), "blocks-captured", "Captured mass of every row under both choices.",
+            draw_captured(found, theme),
+            "blocks-captured",
+            "Captured mass of every row under both choices.",
             lambda: pl.DataFrame({"row": list(range(N)), "by_score": found.captured, "by_mass": found.captured_best}),
-        )  # fmt: skip
+        )

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import streamlit as st
 
-from headscope.studio import state
+from headscope.studio.ui import state
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,15 @@ def show() -> None:
     )
     st.session_state[KEY] = number
     st.pills(
-        "Chapter", [chapter.number for chapter in CHAPTERS], required=True, key=KEY, wrap=True,
-        format_func=lambda at: f"{at} {CHAPTERS[at - 1].name}", label_visibility="collapsed", on_change=_opened,
-    )  # fmt: skip
+        "Chapter",
+        [chapter.number for chapter in CHAPTERS],
+        required=True,
+        key=KEY,
+        wrap=True,
+        format_func=lambda at: f"{at} {CHAPTERS[at - 1].name}",
+        label_visibility="collapsed",
+        on_change=_opened,
+    )
     chapter = CHAPTERS[number - 1]
     st.header(f"{number} · {chapter.title}", anchor=False, divider="gray")
     import_module(f"headscope.studio.lessons.{chapter.module}").show(state.colours())
@@ -62,9 +68,13 @@ def show() -> None:
             at = number + step
             if 1 <= at <= len(CHAPTERS):
                 st.button(
-                    f"{at} {CHAPTERS[at - 1].name}", key=f"learn-to-{step}", icon=icon, on_click=_open, args=(at,),
+                    f"{at} {CHAPTERS[at - 1].name}",
+                    key=f"learn-to-{step}",
+                    icon=icon,
+                    on_click=_open,
+                    args=(at,),
                     icon_position="left" if step < 0 else "right",
-                )  # fmt: skip
+                )
 
 
 def _from_address() -> int:

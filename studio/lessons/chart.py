@@ -15,7 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 import streamlit as st
 
-from headscope.studio import charts
+from headscope.studio.charts import charts
 
 SCRIPT = "plotly-cartesian-4.1.1.min.js"
 """The name in the address carries the version, so that browsers may keep the file for good."""
@@ -23,7 +23,7 @@ SCRIPT = "plotly-cartesian-4.1.1.min.js"
 served = False
 """Whether this process answers for `SCRIPT`: the server says so."""
 
-FILE = Path(__file__).resolve().parents[1] / "assets" / SCRIPT
+FILE = Path(__file__).resolve().parents[1] / "ui" / "assets" / SCRIPT
 
 LIBRARY = """
 function library(name) {

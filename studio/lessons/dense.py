@@ -11,10 +11,10 @@ import streamlit as st
 import torch
 
 from headscope.engine import Dense, build_index, dense_attention
-from headscope.kernels import reference
+from headscope.kernels.cells import reference
+from headscope.studio.base.words import percent
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts, toy
-from headscope.studio.theme import Theme
-from headscope.studio.words import percent
 
 LONG = 131_072
 
@@ -98,8 +98,15 @@ def show(theme: Theme) -> None:
         )
         n = parts.slider("Positions n", 4, 64, 12, "dense-n")
         row = parts.slider("Look at row", 0, 63, 9, "dense-row", help="Rows beyond the last one show the last one.")
-        sharpness = parts.amount("Scores times", 0.0, 4.0, 1.0, 0.25, "dense-sharpness",
-                                 help="0 makes every key equally good; more makes the best ones win.")  # fmt: skip
+        sharpness = parts.amount(
+            "Scores times",
+            0.0,
+            4.0,
+            1.0,
+            0.25,
+            "dense-sharpness",
+            help="0 makes every key equally good; more makes the best ones win.",
+        )
     found = lesson(n, row, sharpness)
     with right:
         parts.numbers(
@@ -109,20 +116,30 @@ def show(theme: Theme) -> None:
             ("LSE of the row", f"{found.lse:.3f}", "Logarithm of the softmax's denominator; chapter 8 uses it"),
         )
         parts.picture(
-            draw_map(found, theme), "dense-map",
+            draw_map(found, theme),
+            "dense-map",
             f"Lower triangle of {found.n} rows; row {found.row} is framed. {found.cells} cells carry weight.",
             lambda: parts.grid_frame(weight=found.weights.tolist()),
-        )  # fmt: skip
+        )
         parts.picture(
-            draw_row(found, theme), "dense-row", f"Weights of row {found.row}.",
-            lambda: pl.DataFrame({"key": list(range(found.row + 1)), "score": found.scores,
-                                  "weight": found.weights[found.row, : found.row + 1]}),
-        )  # fmt: skip
+            draw_row(found, theme),
+            "dense-row",
+            f"Weights of row {found.row}.",
+            lambda: pl.DataFrame(
+                {
+                    "key": list(range(found.row + 1)),
+                    "score": found.scores,
+                    "weight": found.weights[found.row, : found.row + 1],
+                }
+            ),
+        )
     twice = cells_at(2 * n)
     parts.check(
-        "dense", f"With n = {n} there are {found.cells:,} cells. How many are there with twice as many positions?",
+        "dense",
+        f"With n = {n} there are {found.cells:,} cells. How many are there with twice as many positions?",
         f"{twice:,} cells, {twice / found.cells:.2f} times as many.",
         f"Twice the length costs nearly four times the work. A prompt of {LONG:,} tokens has {cells_at(LONG):,} cells, "
         "for each head of each layer: this is why long prompts are slow to start.",
-        value=twice, unit="cells",
-    )  # fmt: skip
+        value=twice,
+        unit="cells",
+    )

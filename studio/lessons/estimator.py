@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from headscope.engine import Dense, Estimator, VerticalSlash, build_index, dense_attention, mass, sparse_attention
-from headscope.engine.index import Index
-from headscope.kernels import reference, torch_index
+from headscope.engine import Dense, Estimator, VerticalSlash, build_index, dense_attention, sparse_attention
+from headscope.engine.attend.index import Index
+from headscope.engine.loss import mass
+from headscope.kernels.cells import reference
+from headscope.kernels.torch import index as torch_index
 from headscope.studio.lessons import dense, toy
 
 PROXY = ((2.0, 0.5, 0.2, 0.1), (1.8, 0.4, 0.3, 0.2))
@@ -101,11 +103,19 @@ def lesson(one: toy.Head, vertical: int, slash: int, estimator: Estimator) -> Es
     rows = torch_index.sampled_rows(0, one.length, estimator)
     column_scores, distance_scores, columns = _statistics(one, rows, index, estimator)
     return EstimatorLesson(
-        n=one.length, sampled=tuple(rows), columns=columns, distances=_distances(index),
-        column_scores=column_scores, distance_scores=distance_scores, captured=captured[0, 0].numpy(), weights=weights,
-        classes=classes, cells=int(index.requested_pairs()), cost=sum(row + 1 for row in rows),
+        n=one.length,
+        sampled=tuple(rows),
+        columns=columns,
+        distances=_distances(index),
+        column_scores=column_scores,
+        distance_scores=distance_scores,
+        captured=captured[0, 0].numpy(),
+        weights=weights,
+        classes=classes,
+        cells=int(index.requested_pairs()),
+        cost=sum(row + 1 for row in rows),
         thirds=(1 - loss.thirds[0], 1 - loss.thirds[1], 1 - loss.thirds[2]),
-    )  # fmt: skip
+    )
 
 
 def variants(one: toy.Head, vertical: int, slash: int, base: Estimator) -> list[tuple[str, EstimatorLesson]]:

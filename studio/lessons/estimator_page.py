@@ -8,14 +8,14 @@ import polars as pl
 import streamlit as st
 
 from headscope.engine import Estimator
-from headscope.studio import charts
+from headscope.studio.base.words import percent
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import estimator as maths
 from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.estimator import EARLY_KEY, EARLY_ROW, EARLY_SCORE, EstimatorLesson
 from headscope.studio.lessons.figures import Kind
 from headscope.studio.lessons.toy import Head
-from headscope.studio.theme import Theme
-from headscope.studio.words import percent
 
 
 def names(theme: Theme) -> tuple[Kind, ...]:
@@ -33,10 +33,13 @@ def draw_cells(found: EstimatorLesson, theme: Theme) -> go.Figure:
     title = f"{found.lost} strong cell{'' if found.lost == 1 else 's'} lost · triangles: sampled rows"
     figure = figures.cells(found.classes, names(theme), theme, title, height=500)
     figure.add_scatter(
-        x=[found.n + 0.1] * len(found.sampled), y=list(found.sampled), mode="markers", showlegend=False,
+        x=[found.n + 0.1] * len(found.sampled),
+        y=list(found.sampled),
+        mode="markers",
+        showlegend=False,
         hovertemplate="row %{y} is sampled<extra></extra>",
         marker={"symbol": "triangle-left", "size": 12 if found.n <= 16 else 8, "color": theme.ink},
-    )  # fmt: skip
+    )
     figure.update_xaxes(range=[-0.5, found.n + (0.7 if found.n <= 16 else 1.5)])
     return figure
 
@@ -45,9 +48,17 @@ def draw_captured(found: EstimatorLesson, theme: Theme) -> go.Figure:
     """Captured mass of every row; rows that were not sampled are striped."""
     sampled = [row in found.sampled for row in range(found.n)]
     figure = figures.bars(
-        found.captured.tolist(), theme, "Captured mass of every row", axes=("query row", "captured"), on=sampled,
-        on_name="sampled row", off_name="row that nobody looked at", off_colour=theme.mass[3], top=1.03, height=260,
-    )  # fmt: skip
+        found.captured.tolist(),
+        theme,
+        "Captured mass of every row",
+        axes=("query row", "captured"),
+        on=sampled,
+        on_name="sampled row",
+        off_name="row that nobody looked at",
+        off_colour=theme.mass[3],
+        top=1.03,
+        height=260,
+    )
     return figure
 
 
@@ -59,13 +70,19 @@ def draw_scores(found: EstimatorLesson, theme: Theme) -> go.Figure:
         ("distance", found.distance_scores, found.distances, theme.accent, "circle"),
     ):
         figure.add_scatter(
-            x=list(range(found.n)), y=scores, mode="markers+lines", name=f"{name}s (filled: chosen)",
+            x=list(range(found.n)),
+            y=scores,
+            mode="markers+lines",
+            name=f"{name}s (filled: chosen)",
             line={"color": colour, "width": 1, "dash": "solid" if name == "column" else "dot"},
-            marker={"size": [11 if at in chosen else 6 for at in range(found.n)],
-                    "line": {"width": 1.5, "color": colour},
-                    "symbol": [symbol if at in chosen else f"{symbol}-open" for at in range(found.n)], "color": colour},
+            marker={
+                "size": [11 if at in chosen else 6 for at in range(found.n)],
+                "line": {"width": 1.5, "color": colour},
+                "symbol": [symbol if at in chosen else f"{symbol}-open" for at in range(found.n)],
+                "color": colour,
+            },
             hovertemplate=f"{name} %{{x}}: %{{y:.3f}}<extra></extra>",
-        )  # fmt: skip
+        )
     charts.layout(figure, theme, "What the sampled rows say", 270)
     figures.plain(figure, theme, ("column or distance", "statistic"))
     return figure
@@ -85,7 +102,7 @@ def show(theme: Theme) -> None:
             r"c_j=\sum_{i\in Q_s}\tilde A_{ij},\quad r_\delta=\sum_{i\in Q_s}\tilde A_{i,i-\delta}\end{gathered}",
             "eq. 12 and section 6.2",
             "P: scores of the last two rows at four keys. c and r: sums per column and distance.",
-        )  # fmt: skip
+        )
         words = "Eq. 12, or 48 rows whose first and second half read different keys"
         short = parts.choice("Prompt", ["eight rows", "two chapters"], "est-prompt", help=words) == "eight rows"
         one = maths.article_head() if short else maths.long_head()
@@ -94,23 +111,31 @@ def show(theme: Theme) -> None:
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme), "est-cells",
+            draw_cells(found, theme),
+            "est-cells",
             f"Columns {found.columns} and distances {found.distances} are kept; {found.lost} strong cells are lost.",
             lambda: parts.grid_frame(weight=found.weights.tolist(), cell=found.classes.tolist()),
-        )  # fmt: skip
+        )
     _numbers(found)
     if short:
         _article(one, found)
     first, second = st.columns(2, gap="large")
     with first:
-        parts.picture(draw_captured(found, theme), "est-captured", f"Captured mass, mean {percent(found.mean)}.",
-                      lambda: pl.DataFrame({"row": list(range(found.n)), "captured": found.captured}))  # fmt: skip
+        parts.picture(
+            draw_captured(found, theme),
+            "est-captured",
+            f"Captured mass, mean {percent(found.mean)}.",
+            lambda: pl.DataFrame({"row": list(range(found.n)), "captured": found.captured}),
+        )
     with second:
         parts.picture(
-            draw_scores(found, theme), "est-scores", "Statistics of columns and distances from the sampled rows.",
-            lambda: pl.DataFrame({"at": list(range(found.n)), "column": found.column_scores,
-                                  "distance": found.distance_scores}),
-        )  # fmt: skip
+            draw_scores(found, theme),
+            "est-scores",
+            "Statistics of columns and distances from the sampled rows.",
+            lambda: pl.DataFrame(
+                {"at": list(range(found.n)), "column": found.column_scores, "distance": found.distance_scores}
+            ),
+        )
     if not short:
         _compare(one, vertical, slash, settings, theme)
     _question()
@@ -120,16 +145,36 @@ def _controls(short: bool) -> tuple[int, int, Estimator]:
     prefix = "est8" if short else "est48"
     rows = parts.slider("Sampled rows", 1, 8 if short else 48, 2 if short else 8, f"{prefix}-rows")
     with st.container(horizontal=True):
-        where = parts.choice("Which rows", ["tail", "spread", "half"], f"{prefix}-where",
-                             help="The last ones, evenly spread ones, or half of each")  # fmt: skip
-        columns = parts.choice("Columns by", ["sum", "max"], f"{prefix}-columns",
-                               help="A sum likes what many rows read; a maximum keeps one strong cell")  # fmt: skip
-        slashes = parts.choice("Distances by", ["sum", "mean", "shrunk"], f"{prefix}-slashes",
-                               help="A mean is fooled by long distances, which few sampled rows can have")  # fmt: skip
-        overlap = parts.choice("Columns already kept", ["keep", "removed"], f"{prefix}-overlap",
-                               help="Whether they still count when distances are added up")  # fmt: skip
-        statistic = parts.choice("Of", ["probability", "logit"], f"{prefix}-statistic",
-                                 help="Softmax weights, or scores above the row's mean")  # fmt: skip
+        where = parts.choice(
+            "Which rows",
+            ["tail", "spread", "half"],
+            f"{prefix}-where",
+            help="The last ones, evenly spread ones, or half of each",
+        )
+        columns = parts.choice(
+            "Columns by",
+            ["sum", "max"],
+            f"{prefix}-columns",
+            help="A sum likes what many rows read; a maximum keeps one strong cell",
+        )
+        slashes = parts.choice(
+            "Distances by",
+            ["sum", "mean", "shrunk"],
+            f"{prefix}-slashes",
+            help="A mean is fooled by long distances, which few sampled rows can have",
+        )
+        overlap = parts.choice(
+            "Columns already kept",
+            ["keep", "removed"],
+            f"{prefix}-overlap",
+            help="Whether they still count when distances are added up",
+        )
+        statistic = parts.choice(
+            "Of",
+            ["probability", "logit"],
+            f"{prefix}-statistic",
+            help="Softmax weights, or scores above the row's mean",
+        )
     vertical = parts.slider("Columns kept", 0, 6, 1 if short else 3, f"{prefix}-vertical")
     slash = parts.slider("Distances kept (0 is always one)", 1, 6, 1 if short else 3, f"{prefix}-slash")
     return vertical, slash, Estimator(rows, where, statistic, columns, slashes, overlap)
@@ -182,13 +227,20 @@ def _compare(one: Head, vertical: int, slash: int, settings: Estimator, theme: T
         st.dataframe(
             pl.DataFrame(
                 [
-                    {"rows, columns by": name, "mean": percent(v.mean), "start": percent(v.thirds[0]),
-                     "middle": percent(v.thirds[1]), "end": percent(v.thirds[2]), "columns": _set(v.columns)}
+                    {
+                        "rows, columns by": name,
+                        "mean": percent(v.mean),
+                        "start": percent(v.thirds[0]),
+                        "middle": percent(v.thirds[1]),
+                        "end": percent(v.thirds[2]),
+                        "columns": _set(v.columns),
+                    }
                     for name, v in maths.variants(one, vertical, slash, settings)
                 ]
             ),
-            hide_index=True, width="stretch",
-        )  # fmt: skip
+            hide_index=True,
+            width="stretch",
+        )
     with right:
         counts = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48]
         tail, spread = (
@@ -197,12 +249,17 @@ def _compare(one: Head, vertical: int, slash: int, settings: Estimator, theme: T
         )
         parts.picture(
             figures.lines(
-                [("last rows", tail, theme.accent, "solid"), ("spread rows", spread, theme.missed, "dash")], theme,
-                "Captured mass as more rows are sampled", axes=("sampled rows", "captured, mean"), x=counts, marks=True,
+                [("last rows", tail, theme.accent, "solid"), ("spread rows", spread, theme.missed, "dash")],
+                theme,
+                "Captured mass as more rows are sampled",
+                axes=("sampled rows", "captured, mean"),
+                x=counts,
+                marks=True,
             ),
-            "est-rows", "Captured mass against the number of sampled rows.",
+            "est-rows",
+            "Captured mass against the number of sampled rows.",
             lambda: pl.DataFrame({"rows": counts, "tail": tail, "spread": spread}),
-        )  # fmt: skip
+        )
     _compare_distances(one, vertical, slash, settings)
 
 
@@ -227,19 +284,24 @@ def _compare_distances(one: Head, vertical: int, slash: int, settings: Estimator
         st.dataframe(
             pl.DataFrame(
                 [
-                    {"distances by, columns kept": name, "distances": _set(v.distances), "mean": percent(v.mean),
-                     "start": percent(v.thirds[0]), "middle": percent(v.thirds[1]), "end": percent(v.thirds[2])}
+                    {
+                        "distances by, columns kept": name,
+                        "distances": _set(v.distances),
+                        "mean": percent(v.mean),
+                        "start": percent(v.thirds[0]),
+                        "middle": percent(v.thirds[1]),
+                        "end": percent(v.thirds[2]),
+                    }
                     for name, v in found
                 ]
             ),
-            hide_index=True, width="content",
-        )  # fmt: skip
+            hide_index=True,
+            width="content",
+        )
 
 
 def _at(settings: Estimator, where: str) -> Estimator:
-    return Estimator(
-        settings.rows, where, settings.statistic, settings.columns, settings.slashes, settings.overlap
-    )  # fmt: skip
+    return Estimator(settings.rows, where, settings.statistic, settings.columns, settings.slashes, settings.overlap)
 
 
 def _question() -> None:
@@ -249,14 +311,16 @@ def _question() -> None:
     )
     after = maths.lesson(one, 1, 1, Estimator(caught))
     parts.check(
-        "estimator", f"Eight rows, one column, sampled from the end: how many rows does it take until key {EARLY_KEY} "
+        "estimator",
+        f"Eight rows, one column, sampled from the end: how many rows does it take until key {EARLY_KEY} "
         "is chosen? And who pays for it?",
         f"{caught} rows.",
         f"Row {EARLY_ROW} is sampled from {maths.N - EARLY_ROW} rows on. But the budget is one column, so key 0 is now "
         f"dropped, and the last row captures {percent(float(after.captured[-1]))} instead of "
         f"{percent(float(maths.lesson(one, 1, 1, Estimator(2)).captured[-1]))}. More sampling cannot replace budget.",
-        value=caught, unit="rows",
-    )  # fmt: skip
+        value=caught,
+        unit="rows",
+    )
 
 
 def _set(values: tuple[int, ...]) -> str:

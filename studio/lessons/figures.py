@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go
 
-from headscope.studio import charts
-from headscope.studio.theme import Theme
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import Theme
 
 FUTURE, LEFT_OUT = 0, 1
 """The first two classes of every cell picture: keys that lie ahead, and causal cells that are not read."""
@@ -58,19 +58,39 @@ def _add_cells(
     n, last = len(classes), len(names) - 1
     scale = [[edge / len(names), kind.colour] for at, kind in enumerate(names) for edge in (at, at + 1)]
     heat = go.Heatmap(
-        z=classes.astype(np.int8), zmin=-0.5, zmax=last + 0.5, colorscale=scale, showscale=False, xgap=1, ygap=1,
+        z=classes.astype(np.int8),
+        zmin=-0.5,
+        zmax=last + 0.5,
+        colorscale=scale,
+        showscale=False,
+        xgap=1,
+        ygap=1,
         hoverinfo="text" if hover else "skip",
-        text=[[f"row {i} reads key {j} (distance {i - j}): {names[classes[i, j]].name}" if j <= i else
-               f"key {j} lies ahead of row {i}" for j in range(n)] for i in range(n)] if hover else None,
-    )  # fmt: skip
+        text=[
+            [
+                f"row {i} reads key {j} (distance {i - j}): {names[classes[i, j]].name}"
+                if j <= i
+                else f"key {j} lies ahead of row {i}"
+                for j in range(n)
+            ]
+            for i in range(n)
+        ]
+        if hover
+        else None,
+    )
     figure.add_trace(heat, **place)
     for code, kind in enumerate(names):
         at = np.argwhere(classes == code)
         if kind.sign and n <= MARKED_UP_TO and len(at):
             signs = go.Scatter(
-                x=at[:, 1], y=at[:, 0], mode="text", text=[kind.sign] * len(at), hoverinfo="skip", showlegend=False,
+                x=at[:, 1],
+                y=at[:, 0],
+                mode="text",
+                text=[kind.sign] * len(at),
+                hoverinfo="skip",
+                showlegend=False,
                 textfont={"size": size, "color": theme.background},
-            )  # fmt: skip
+            )
             figure.add_trace(signs, **place)
 
 
@@ -86,8 +106,9 @@ def cell_row(
         _add_cells(figure, classes, names, theme, True, 9, row=1, col=at)
         n = len(classes)
         figure.update_xaxes(range=[-0.5, n - 0.5], constrain="domain", row=1, col=at)
-        figure.update_yaxes(range=[n - 0.5, -0.5], scaleanchor="x" if at == 1 else f"x{at}", constrain="domain",
-                            row=1, col=at)  # fmt: skip
+        figure.update_yaxes(
+            range=[n - 0.5, -0.5], scaleanchor="x" if at == 1 else f"x{at}", constrain="domain", row=1, col=at
+        )
     charts.layout(figure, theme, title, height)
     figure.update_annotations(font={"size": 13, "color": theme.ink}, yshift=2)
     figure.update_layout(margin={"t": 64})
@@ -97,32 +118,59 @@ def cell_row(
 
 
 def weights(
-    values: np.ndarray, theme: Theme, title: str, *, row: int | None = None, height: int = 460,
+    values: np.ndarray,
+    theme: Theme,
+    title: str,
+    *,
+    row: int | None = None,
+    height: int = 460,
     top: float | None = None,
-    outlined: np.ndarray | None = None, unit: str = "of the row", axes: tuple[str, str] = ("key", "query row"),
+    outlined: np.ndarray | None = None,
+    unit: str = "of the row",
+    axes: tuple[str, str] = ("key", "query row"),
     scale: bool = True,
-) -> go.Figure:  # fmt: skip
+) -> go.Figure:
     """Shares as colour over rows x columns, blank where not causal; `outlined` (bool) marks cells with a dot."""
     n = len(values)
     shown = np.where(np.tri(n, dtype=bool), values, np.nan)
     high = float(np.nanmax(shown)) if top is None else top
     figure = go.Figure(
         go.Heatmap(
-            z=shown, zmin=0, zmax=max(high, 1e-6), colorscale=theme.mass_scale, xgap=1, ygap=1, hoverongaps=False,
+            z=shown,
+            zmin=0,
+            zmax=max(high, 1e-6),
+            colorscale=theme.mass_scale,
+            xgap=1,
+            ygap=1,
+            hoverongaps=False,
             hovertemplate=f"{axes[1]} %{{y}}, {axes[0]} %{{x}}<br>%{{z:.1%}} {unit}<extra></extra>",
             showscale=scale,
             # In the blank half above the diagonal, where it costs the picture no room.
-            colorbar={"orientation": "h", "thickness": 9, "len": 0.42, "x": 1, "xanchor": "right", "y": 0.98,
-                      "yanchor": "top", "outlinewidth": 0, "tickformat": ".0%", "nticks": 4,
-                      "tickfont": {"size": 12, "color": theme.faint}},
+            colorbar={
+                "orientation": "h",
+                "thickness": 9,
+                "len": 0.42,
+                "x": 1,
+                "xanchor": "right",
+                "y": 0.98,
+                "yanchor": "top",
+                "outlinewidth": 0,
+                "tickformat": ".0%",
+                "nticks": 4,
+                "tickfont": {"size": 12, "color": theme.faint},
+            },
         )
-    )  # fmt: skip
+    )
     if outlined is not None:
         at = np.argwhere(outlined)
         figure.add_scatter(
-            x=at[:, 1], y=at[:, 0], mode="markers", hoverinfo="skip", showlegend=False,
+            x=at[:, 1],
+            y=at[:, 0],
+            mode="markers",
+            hoverinfo="skip",
+            showlegend=False,
             marker={"symbol": "circle-open", "size": 11 if n <= 20 else 7, "color": theme.missed, "line": {"width": 2}},
-        )  # fmt: skip
+        )
     if row is not None:
         figure.add_shape(**_frame(row, row + 1, theme))
     _square(figure, n, theme, title, height)
@@ -132,26 +180,42 @@ def weights(
 
 
 def bars(
-    values: Sequence[float], theme: Theme, title: str, *, axes: tuple[str, str], names: Sequence[str] | None = None,
-    on: Sequence[bool] | None = None, on_name: str = "read", off_name: str = "left out",
-    off_colour: str | None = None, share: bool = True,
-    height: int = 240, top: float | None = None,
-) -> go.Figure:  # fmt: skip
+    values: Sequence[float],
+    theme: Theme,
+    title: str,
+    *,
+    axes: tuple[str, str],
+    names: Sequence[str] | None = None,
+    on: Sequence[bool] | None = None,
+    on_name: str = "read",
+    off_name: str = "left out",
+    off_colour: str | None = None,
+    share: bool = True,
+    height: int = 240,
+    top: float | None = None,
+) -> go.Figure:
     """One bar a key or row. With `on`, bars that are read are solid blue and the others striped orange."""
     x = list(names) if names is not None else list(range(len(values)))
     figure = go.Figure()
-    groups = [(None, theme.accent, "", [True] * len(values))] if on is None else [
-        (on_name, theme.accent, "", list(on)),
-        (off_name, off_colour or theme.missed, "/", [not one for one in on]),
-    ]  # fmt: skip
+    groups = (
+        [(None, theme.accent, "", [True] * len(values))]
+        if on is None
+        else [
+            (on_name, theme.accent, "", list(on)),
+            (off_name, off_colour or theme.missed, "/", [not one for one in on]),
+        ]
+    )
     for name, colour, stripes, mine in groups:
         figure.add_bar(
-            x=x, y=[value if kept else None for value, kept in zip(values, mine, strict=True)], name=name,
+            x=x,
+            y=[value if kept else None for value, kept in zip(values, mine, strict=True)],
+            name=name,
             showlegend=name is not None,
             marker={"color": colour, "pattern": stripe(stripes, theme), "line": {"width": 0}},
-            hovertemplate=f"{axes[0]} %{{x}}: %{{y:.1%}}<extra></extra>" if share else
-            f"{axes[0]} %{{x}}: %{{y:.3g}}<extra></extra>",
-        )  # fmt: skip
+            hovertemplate=f"{axes[0]} %{{x}}: %{{y:.1%}}<extra></extra>"
+            if share
+            else f"{axes[0]} %{{x}}: %{{y:.3g}}<extra></extra>",
+        )
     charts.layout(figure, theme, title, height, barmode="overlay", bargap=0.2)
     plain(figure, theme, axes)
     figure.update_yaxes(
@@ -184,34 +248,64 @@ def stripe(shape: str, theme: Theme) -> dict[str, object]:
 
 def _frame(row: int, width: int, theme: Theme) -> dict[str, object]:
     return {
-        "type": "rect", "x0": -0.5, "x1": width - 0.5, "y0": row - 0.5, "y1": row + 0.5,
-        "line": {"color": theme.ink, "width": 2}, "fillcolor": "rgba(0,0,0,0)",
-    }  # fmt: skip
+        "type": "rect",
+        "x0": -0.5,
+        "x1": width - 0.5,
+        "y0": row - 0.5,
+        "y1": row + 0.5,
+        "line": {"color": theme.ink, "width": 2},
+        "fillcolor": "rgba(0,0,0,0)",
+    }
 
 
 def _square(figure: go.Figure, n: int, theme: Theme, title: str, height: int) -> None:
     charts.layout(figure, theme, title, height)
     step = 1 if n <= 16 else 4 if n <= 32 else 8
     figure.update_layout(font={"size": 13})
-    figure.update_xaxes(title="key position", range=[-0.5, n - 0.5], tickvals=list(range(0, n, step)),
-                        constrain="domain", constraintoward="left", showline=False)  # fmt: skip
-    figure.update_yaxes(title="query position (row)", range=[n - 0.5, -0.5], dtick=step, scaleanchor="x",
-                        constrain="domain", constraintoward="top", showline=False)  # fmt: skip
+    figure.update_xaxes(
+        title="key position",
+        range=[-0.5, n - 0.5],
+        tickvals=list(range(0, n, step)),
+        constrain="domain",
+        constraintoward="left",
+        showline=False,
+    )
+    figure.update_yaxes(
+        title="query position (row)",
+        range=[n - 0.5, -0.5],
+        dtick=step,
+        scaleanchor="x",
+        constrain="domain",
+        constraintoward="top",
+        showline=False,
+    )
 
 
 def lines(
-    series: Sequence[tuple[str, Sequence[float] | np.ndarray, str, str]], theme: Theme, title: str, *,
-    axes: tuple[str, str], x: Sequence[float] | None = None, share: bool = True, height: int = 270,
-    marks: bool = False, top: float | None = None, log: bool = False,
-) -> go.Figure:  # fmt: skip
+    series: Sequence[tuple[str, Sequence[float] | np.ndarray, str, str]],
+    theme: Theme,
+    title: str,
+    *,
+    axes: tuple[str, str],
+    x: Sequence[float] | None = None,
+    share: bool = True,
+    height: int = 270,
+    marks: bool = False,
+    top: float | None = None,
+    log: bool = False,
+) -> go.Figure:
     """Lines over rows (or `x`): name, values, colour, and plotly's dash, so that colour is not the only sign."""
     figure = go.Figure()
     for name, values, colour, dash in series:
         figure.add_scatter(
-            x=list(range(len(values))) if x is None else list(x), y=list(values), name=name, line={"color": colour,
-            "width": 2.5, "dash": dash}, mode="lines+markers" if marks else "lines", marker={"size": 7},
+            x=list(range(len(values))) if x is None else list(x),
+            y=list(values),
+            name=name,
+            line={"color": colour, "width": 2.5, "dash": dash},
+            mode="lines+markers" if marks else "lines",
+            marker={"size": 7},
             hovertemplate=f"{axes[0]} %{{x}}: %{{y:{'.1%' if share else '.3g'}}}<extra>{name}</extra>",
-        )  # fmt: skip
+        )
     charts.layout(figure, theme, title, height, showlegend=len(series) > 1)
     plain(figure, theme, axes)
     if log and x is not None:

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
-from headscope.engine import build_index, capture, measure
-from headscope.engine.model import LoadedModel, load_model
-from headscope.engine.patterns import AShape, BlockSparse, Pattern, VerticalSlash, from_dict
-from headscope.engine.prompts import list_prompts
+from headscope.engine import build_index
+from headscope.engine.loss import measure
+from headscope.engine.model.load import LoadedModel, load_model
+from headscope.engine.patterns.families import AShape, BlockSparse, Pattern, VerticalSlash, from_dict
+from headscope.engine.prompts.sources import list_prompts
+from headscope.engine.runs import capture
 
 FORMAT = "headscope.lesson-heads/1"
 FILE = Path(__file__).with_name("heads.json")

@@ -10,12 +10,13 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from headscope.engine import AShape, Dense, build_index, dense_attention, mass, sparse_attention
-from headscope.engine import measure as measuring
-from headscope.kernels import reference
+from headscope.engine import AShape, Dense, build_index, dense_attention, sparse_attention
+from headscope.engine.loss import mass
+from headscope.engine.loss import measure as measuring
+from headscope.kernels.cells import reference
+from headscope.studio.base.words import percent
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts, toy
-from headscope.studio.theme import Theme
-from headscope.studio.words import percent
 
 N, SINK = 32, 1
 SHARPNESS = tuple(step / 4 for step in range(21))
@@ -61,29 +62,46 @@ def lesson(sharpness: float, peak: int, window: int) -> MissedLesson:
     error, _ = measuring.output_errors(out[:, :, -1:], full[:, :, -1:])
     captured = mass.captured_mass(sparse, dense)[0, 0].numpy()
     return MissedLesson(
-        weights, kept, float(sparse[0, 0, -1]), float(dense[0, 0, -1]), float(captured[-1]), float(weights[kept].sum()),
-        float(error[0]), captured,
-    )  # fmt: skip
+        weights,
+        kept,
+        float(sparse[0, 0, -1]),
+        float(dense[0, 0, -1]),
+        float(captured[-1]),
+        float(weights[kept].sum()),
+        float(error[0]),
+        captured,
+    )
 
 
 def draw_row(found: MissedLesson, name: str, theme: Theme) -> go.Figure:
     """The last row's dense weights; what the pattern leaves out is striped."""
     title = f"{name}: {percent(found.captured)} captured, output off by {percent(found.error)}"
     return figures.bars(
-        found.weights.tolist(), theme, title, axes=("key", "dense weight"), on=found.kept.tolist(), on_name="kept",
-        height=250, top=max(0.25, float(found.weights.max()) * 1.05),
-    )  # fmt: skip
+        found.weights.tolist(),
+        theme,
+        title,
+        axes=("key", "dense weight"),
+        on=found.kept.tolist(),
+        on_name="kept",
+        height=250,
+        top=max(0.25, float(found.weights.max()) * 1.05),
+    )
 
 
 def draw_curve(curve: list[MissedLesson], sharpness: float, theme: Theme) -> go.Figure:
     """Captured mass and output error as the scores are multiplied, the cells unchanged."""
     figure = figures.lines(
-        [("captured mass", [one.captured for one in curve], theme.accent, "solid"),
-         ("output error (relative L2)", [one.error for one in curve], theme.missed, "dash")],
-        theme, "Same cells, other sharpness: the last row", axes=("scores times", "share"),
-        x=list(SHARPNESS), height=300,
+        [
+            ("captured mass", [one.captured for one in curve], theme.accent, "solid"),
+            ("output error (relative L2)", [one.error for one in curve], theme.missed, "dash"),
+        ],
+        theme,
+        "Same cells, other sharpness: the last row",
+        axes=("scores times", "share"),
+        x=list(SHARPNESS),
+        height=300,
         top=max(1.03, max(one.error for one in curve) * 1.05),
-    )  # fmt: skip
+    )
     figure.add_vline(x=sharpness, line={"color": theme.ink, "width": 1.5, "dash": "dot"})
     return figure
 
@@ -103,7 +121,7 @@ def show(theme: Theme) -> None:
             r"&=e^{\,\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i}\\ "
             r"\text{missed}_i&=1-\text{captured}_i\end{aligned}",
             "eq. 2 and section 5.1",
-        )  # fmt: skip
+        )
         peak = PLACES[parts.choice("The row's best key is", list(PLACES), "missed-peak")]
         window = parts.slider("Window (the sink is 1 token)", 1, 16, 4, "missed-window")
         sharpness = parts.amount("Sharp head: scores times", 0.0, 5.0, 2.5, 0.25, "missed-sharpness")
@@ -112,10 +130,11 @@ def show(theme: Theme) -> None:
     with right:
         for key, name, one in (("sharp", "Sharp", sharp), ("flat", "Flat", flat)):
             parts.picture(
-                draw_row(one, name, theme), f"missed-{key}",
+                draw_row(one, name, theme),
+                f"missed-{key}",
                 f"{name} row: {percent(one.captured)} captured by {int(one.kept.sum())} of {N} cells.",
                 partial(_row_frame, one),
-            )  # fmt: skip
+            )
     parts.numbers(
         ("sharp: LSE sparse", f"{sharp.lse_sparse:.4f}", ""),
         ("LSE dense", f"{sharp.lse_dense:.4f}", ""),
@@ -127,10 +146,17 @@ def show(theme: Theme) -> None:
     )
     curve = [lesson(one, peak, window) for one in SHARPNESS]
     parts.picture(
-        draw_curve(curve, sharpness, theme), "missed-curve", "Captured mass and output error against sharpness.",
-        lambda: pl.DataFrame({"sharpness": SHARPNESS, "captured": [one.captured for one in curve],
-                              "output_error": [one.error for one in curve]}),
-    )  # fmt: skip
+        draw_curve(curve, sharpness, theme),
+        "missed-curve",
+        "Captured mass and output error against sharpness.",
+        lambda: pl.DataFrame(
+            {
+                "sharpness": SHARPNESS,
+                "captured": [one.captured for one in curve],
+                "output_error": [one.error for one in curve],
+            }
+        ),
+    )
     st.markdown(
         "A **sharp** row lives from few keys: keep those, and nearly nothing is lost. A **flat** row spreads its "
         "weight thin: the same budget drops many small weights, and their sum is not small. But sharpness is no "
@@ -139,12 +165,13 @@ def show(theme: Theme) -> None:
     )
     gone, stays = lesson(4.0, PLACES["key 12"], 4), lesson(0.25, PLACES["key 12"], 4)
     parts.check(
-        "missed", "The best key is number 12, which a sink of 1 and a window of 4 do not reach. Which row captures "
+        "missed",
+        "The best key is number 12, which a sink of 1 and a window of 4 do not reach. Which row captures "
         "more of its mass: the sharp one (scores times 4) or the flat one (times 0.25)?",
         f"The flat one: {percent(stays.captured)} against {percent(gone.captured)}.",
         "With the peak left out, the sharper the row, the less remains. Tell them apart before choosing a budget: by "
         "measuring, not by the look of the map.",
-    )  # fmt: skip
+    )
 
 
 def _row_frame(found: MissedLesson) -> pl.DataFrame:

@@ -10,16 +10,26 @@ import streamlit as st
 import torch
 
 from headscope.engine import masked_attention
-from headscope.studio import charts
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import dense, figures, parts, toy
-from headscope.studio.theme import Theme
 
 KEYS = 12
 SCORES = (1.0, 0.2, -0.5, 2.4, 0.3, -1.0, 0.8, 3.6, 0.0, -0.3, 1.5, 0.5)
 VALUES = (
-    (0.2, 2.6), (0.5, 2.2), (1.0, 2.9), (2.8, 2.4), (2.5, 2.0), (3.0, 2.9),
-    (2.7, 0.3), (3.0, 0.6), (2.2, 0.2), (0.4, 0.4), (0.2, 0.9), (0.9, 0.2),
-)  # fmt: skip
+    (0.2, 2.6),
+    (0.5, 2.2),
+    (1.0, 2.9),
+    (2.8, 2.4),
+    (2.5, 2.0),
+    (3.0, 2.9),
+    (2.7, 0.3),
+    (3.0, 0.6),
+    (2.2, 0.2),
+    (0.4, 0.4),
+    (0.2, 0.9),
+    (0.9, 0.2),
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,17 @@ def lesson(tile: int, boost: float = 0.0) -> OnlineLesson:
         total = float((lse - m).exp())
         steps.append(
             Step(
-                tuple(span), m, total, (output[0] * total, output[1] * total), output,
-                float(torch.tensor(before - m).exp()), float((alone_lse - m).exp()), alone, float(lse),
+                tuple(span),
+                m,
+                total,
+                (output[0] * total, output[1] * total),
+                output,
+                float(torch.tensor(before - m).exp()),
+                float((alone_lse - m).exp()),
+                alone,
+                float(lse),
             )
-        )  # fmt: skip
+        )
         before = m
     averaged = tuple(sum(step.alone[c] for step in steps) / len(steps) for c in (0, 1))
     whole, _ = _attend(one, range(KEYS))
@@ -112,16 +129,31 @@ def draw_scores(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
     ):
         if mine:
             figure.add_bar(
-                x=sorted(mine), y=[found.scores[key] for key in sorted(mine)], name=name,
+                x=sorted(mine),
+                y=[found.scores[key] for key in sorted(mine)],
+                name=name,
                 marker={"color": colour, "pattern": figures.stripe(stripes, theme)},
                 hovertemplate="key %{x}: score %{y:.2f}<extra></extra>",
-            )  # fmt: skip
+            )
     charts.layout(figure, theme, "Scores of the row, tile by tile", 280, barmode="overlay", bargap=0.2)
     figures.plain(figure, theme, ("key", "score"))
-    figure.add_shape(type="line", x0=-0.5, x1=now.keys[-1] + 0.5, y0=now.m, y1=now.m,
-                     line={"color": theme.ink, "width": 2, "dash": "dash"})  # fmt: skip
-    figure.add_annotation(x=-0.4, y=now.m, text=f"m = {now.m:.2f}", showarrow=False, xanchor="left", yanchor="bottom",
-                          font={"color": theme.ink, "size": 13})  # fmt: skip
+    figure.add_shape(
+        type="line",
+        x0=-0.5,
+        x1=now.keys[-1] + 0.5,
+        y0=now.m,
+        y1=now.m,
+        line={"color": theme.ink, "width": 2, "dash": "dash"},
+    )
+    figure.add_annotation(
+        x=-0.4,
+        y=now.m,
+        text=f"m = {now.m:.2f}",
+        showarrow=False,
+        xanchor="left",
+        yanchor="bottom",
+        font={"color": theme.ink, "size": 13},
+    )
     for step in found.steps[1:]:
         figure.add_vline(x=step.keys[0] - 0.5, line={"color": theme.faint, "width": 1, "dash": "dot"})
     figure.update_xaxes(range=[-0.6, KEYS - 0.4], dtick=1)
@@ -133,26 +165,44 @@ def draw_output(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
     """The plane of values: where the output stands after each tile, and where the naive average lands."""
     figure = go.Figure()
     x, y = zip(*VALUES, strict=True)
-    figure.add_scatter(x=x, y=y, mode="markers", name="values v",
-                       hovertemplate="v of key %{pointNumber}<extra></extra>",
-                       marker={"size": 8, "color": theme.faint, "symbol": "circle-open"})  # fmt: skip
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="markers",
+        name="values v",
+        hovertemplate="v of key %{pointNumber}<extra></extra>",
+        marker={"size": 8, "color": theme.faint, "symbol": "circle-open"},
+    )
     path = [step.output for step in found.steps[:seen]]
     figure.add_scatter(
-        x=[point[0] for point in path], y=[point[1] for point in path], mode="lines+markers+text", name="output so far",
-        text=[str(at) for at in range(1, seen + 1)], textposition="top center",
+        x=[point[0] for point in path],
+        y=[point[1] for point in path],
+        mode="lines+markers+text",
+        name="output so far",
+        text=[str(at) for at in range(1, seen + 1)],
+        textposition="top center",
         textfont={"color": theme.ink, "size": 13},
-        line={"color": theme.accent, "width": 2}, marker={"size": 10, "color": theme.accent},
+        line={"color": theme.accent, "width": 2},
+        marker={"size": 10, "color": theme.accent},
         hovertemplate="after tile %{text}: (%{x:.3f}, %{y:.3f})<extra></extra>",
-    )  # fmt: skip
+    )
     for name, point, colour, mark in (
         ("softmax in one go", found.output, theme.ink, "circle-open"),
         ("tiles normalised alone, then averaged", found.averaged, theme.missed, "x"),
     ):
         figure.add_scatter(
-            x=[point[0]], y=[point[1]], mode="markers", name=name, hovertemplate="(%{x:.3f}, %{y:.3f})<extra></extra>",
-            marker={"size": 18 if mark == "circle-open" else 13, "color": colour, "symbol": mark,
-                    "line": {"width": 2.5, "color": colour}},
-        )  # fmt: skip
+            x=[point[0]],
+            y=[point[1]],
+            mode="markers",
+            name=name,
+            hovertemplate="(%{x:.3f}, %{y:.3f})<extra></extra>",
+            marker={
+                "size": 18 if mark == "circle-open" else 13,
+                "color": colour,
+                "symbol": mark,
+                "line": {"width": 2.5, "color": colour},
+            },
+        )
     charts.layout(figure, theme, "The output moves with every tile", 380)
     figures.plain(figure, theme, ("first channel", "second channel"))
     figure.update_xaxes(range=[-0.2, 3.4])
@@ -176,7 +226,7 @@ def show(theme: Theme) -> None:
             r"\begin{aligned}m'&=\max(m,\max x)\\ \ell'&=e^{m-m'}\ell+\textstyle\sum_t e^{x_t-m'}\\ "
             r"p'&=e^{m-m'}p+\textstyle\sum_t e^{x_t-m'}v_t\end{aligned}",
             "eq. 7 and 8",
-        )  # fmt: skip
+        )
         tile = int(parts.choice("Keys per tile", ["2", "3", "4", "6"], "online-tile", start="3"))
         boost = parts.amount("Raise the best key's score by", 0.0, 4.0, 0.0, 0.5, "online-boost")
         found = lesson(tile, boost)
@@ -186,10 +236,11 @@ def show(theme: Theme) -> None:
     now = found.steps[seen - 1]
     with right:
         parts.picture(
-            draw_scores(found, seen, theme), "online-scores",
+            draw_scores(found, seen, theme),
+            "online-scores",
             f"Tile {seen} of {count}; the highest score so far is {now.m:.2f}.",
             lambda: pl.DataFrame({"key": list(range(KEYS)), "score": found.scores}),
-        )  # fmt: skip
+        )
         parts.numbers(
             ("m", f"{now.m:.2f}", "Highest score so far"),
             ("old sums times", f"{now.rescale:.3f}", "exp(m − m′): below 1 when the tile brought a new highest score"),
@@ -203,10 +254,11 @@ def show(theme: Theme) -> None:
             ),
         )
         parts.picture(
-            draw_output(found, seen, theme), "online-output",
+            draw_output(found, seen, theme),
+            "online-output",
             f"Output after {seen} tiles {now.output}; in one go {found.output}; averaged {found.averaged}.",
             lambda: _frame(found),
-        )  # fmt: skip
+        )
     st.dataframe(_frame(found), hide_index=True, width="content")
     by_hand = merged(found.steps, count)
     st.caption(
@@ -215,12 +267,13 @@ def show(theme: Theme) -> None:
     )
     off = torch.dist(torch.tensor(found.averaged), torch.tensor(found.output)).item()
     parts.check(
-        "online", "Each tile could do its own softmax, and one could average the tiles' outputs. Where does that land?",
+        "online",
+        "Each tile could do its own softmax, and one could average the tiles' outputs. Where does that land?",
         f"At ({found.averaged[0]:.3f}, {found.averaged[1]:.3f}) instead of ({found.output[0]:.3f}, "
         f"{found.output[1]:.3f}): {off:.2f} away.",
         "Normalised alone, every tile counts the same, also those that hold no good key. The sums l say how much each "
         "tile is worth; whoever throws them away cannot get the row back.",
-    )  # fmt: skip
+    )
 
 
 def _stepper(seen: int, count: int) -> None:
@@ -228,21 +281,39 @@ def _stepper(seen: int, count: int) -> None:
         st.session_state["online-step"] = step
 
     with st.container(horizontal=True):
-        st.button("Back", icon=":material/skip_previous:", disabled=seen <= 1, on_click=go_to, args=(seen - 1,),
-                  key="online-back")  # fmt: skip
-        st.button(f"Next tile ({seen} of {count})", icon=":material/skip_next:", disabled=seen >= count, type="primary",
-                  on_click=go_to, args=(seen + 1,), key="online-next")  # fmt: skip
+        st.button(
+            "Back",
+            icon=":material/skip_previous:",
+            disabled=seen <= 1,
+            on_click=go_to,
+            args=(seen - 1,),
+            key="online-back",
+        )
+        st.button(
+            f"Next tile ({seen} of {count})",
+            icon=":material/skip_next:",
+            disabled=seen >= count,
+            type="primary",
+            on_click=go_to,
+            args=(seen + 1,),
+            key="online-next",
+        )
 
 
 def _frame(found: OnlineLesson) -> pl.DataFrame:
     return pl.DataFrame(
         [
             {
-                "tile": at, "keys": f"{step.keys[0]}–{step.keys[-1]}", "m": round(step.m, 3),
-                "times": round(step.rescale, 3), "adds": round(step.added, 3), "l": round(step.l, 3),
-                "p": f"({step.p[0]:.3f}, {step.p[1]:.3f})", "output": f"({step.output[0]:.3f}, {step.output[1]:.3f})",
+                "tile": at,
+                "keys": f"{step.keys[0]}–{step.keys[-1]}",
+                "m": round(step.m, 3),
+                "times": round(step.rescale, 3),
+                "adds": round(step.added, 3),
+                "l": round(step.l, 3),
+                "p": f"({step.p[0]:.3f}, {step.p[1]:.3f})",
+                "output": f"({step.output[0]:.3f}, {step.output[1]:.3f})",
                 "tile alone": f"({step.alone[0]:.3f}, {step.alone[1]:.3f})",
             }
             for at, step in enumerate(found.steps, 1)
         ]
-    )  # fmt: skip
+    )

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from headscope.studio import widgets
 from headscope.studio.lessons import chart
 from headscope.studio.lessons.figures import Kind
+from headscope.studio.ui import widgets
 
 PAPER = "[MInference 1.0, arXiv 2407.02490](https://arxiv.org/abs/2407.02490)"
 
@@ -43,10 +43,17 @@ def choice(label: str, options: Sequence[str], key: str, help: str | None = None
     """One of a few words; the first is the default unless `start` names another."""
     return str(
         st.segmented_control(
-            label, list(options), default=start or options[0], required=True, key=key, help=help, bind="query-params",
-            persist_state="session", wrap=True,
+            label,
+            list(options),
+            default=start or options[0],
+            required=True,
+            key=key,
+            help=help,
+            bind="query-params",
+            persist_state="session",
+            wrap=True,
         )
-    )  # fmt: skip
+    )
 
 
 def switch(label: str, key: str, help: str | None = None) -> bool:

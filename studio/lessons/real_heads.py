@@ -13,17 +13,21 @@ import polars as pl
 import streamlit as st
 import torch
 
-from headscope.engine import build_index, capture, measure
-from headscope.engine.errors import HeadscopeError
-from headscope.engine.model import LoadedModel
-from headscope.engine.packaged import PACKAGED, cache_dir
-from headscope.studio import charts, state, widgets, words
-from headscope.studio.jobs import Context
+from headscope.engine import build_index
+from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.loss import measure
+from headscope.engine.model.load import LoadedModel
+from headscope.engine.model.packaged import PACKAGED, cache_dir
+from headscope.engine.runs import capture
+from headscope.studio.base import words
+from headscope.studio.base.words import percent
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import GLYPHS, Theme
 from headscope.studio.lessons import figures, find_heads, parts
 from headscope.studio.lessons.find_heads import FAMILIES, Trial
-from headscope.studio.maps import HeadMaps, head_maps
-from headscope.studio.theme import GLYPHS, Theme
-from headscope.studio.words import percent
+from headscope.studio.ui import state, widgets
+from headscope.studio.work.jobs import Context
+from headscope.studio.work.maps import HeadMaps, head_maps
 
 ROLES = {
     "a-shape": "clearest A-shape",
@@ -91,9 +95,13 @@ def heads_file() -> HeadsFile:
     if body.get("format") != find_heads.FORMAT:
         raise ValueError(f"{find_heads.FILE.name} must have format {find_heads.FORMAT}, got {body.get('format')!r}")
     return HeadsFile(
-        body["model"], body["fingerprint"], body["tokens"], tuple(body["prompts"]), body["heads_measured"],
+        body["model"],
+        body["fingerprint"],
+        body["tokens"],
+        tuple(body["prompts"]),
+        body["heads_measured"],
         tuple(_known(entry) for entry in body["heads"]),
-    )  # fmt: skip
+    )
 
 
 def _known(entry: dict[str, Any]) -> KnownHead:
@@ -133,9 +141,13 @@ def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tu
 
     ids = find_heads.prompt_ids(loaded, prompt, known.tokens)
     capture.stream(
-        loaded, ids, visit, layers=sorted({one.layer for one in known.heads}), logits=False,
+        loaded,
+        ids,
+        visit,
+        layers=sorted({one.layer for one in known.heads}),
+        logits=False,
         progress=lambda done, _: step(done, f"Reading {prompt}: layer {done} of {layers}"),
-    )  # fmt: skip
+    )
     return tuple(found[one.layer, one.head] for one in known.heads)
 
 
@@ -158,19 +170,27 @@ def draw_evidence(heads: Sequence[KnownHead], theme: Theme) -> go.Figure:
     for family in FAMILIES:
         values = [one.missed(family) for one in heads]
         figure.add_bar(
-            y=[f"{ROLES[one.role]}<br>{one.name}" for one in heads], x=values, name=f"{GLYPHS[family]} {family}",
+            y=[f"{ROLES[one.role]}<br>{one.name}" for one in heads],
+            x=values,
+            name=f"{GLYPHS[family]} {family}",
             orientation="h",
-            marker={"color": theme.patterns[family],
-                    "pattern": figures.stripe(stripes[family], theme)},
-            text=[percent(value) for value in values], textposition="outside",
-            textfont={"color": theme.ink, "size": 12}, hovertemplate=f"{family}: %{{x:.1%}} missed<extra></extra>",
-        )  # fmt: skip
+            marker={"color": theme.patterns[family], "pattern": figures.stripe(stripes[family], theme)},
+            text=[percent(value) for value in values],
+            textposition="outside",
+            textfont={"color": theme.ink, "size": 12},
+            hovertemplate=f"{family}: %{{x:.1%}} missed<extra></extra>",
+        )
     charts.layout(figure, theme, "Missed mass at equal cells", 470, barmode="group", bargap=0.22)
     figures.keys_below(figure, theme)
     top = max(one.missed(family) for one in heads for family in FAMILIES)
     figure.update_layout(font={"size": 13}, legend={"traceorder": "normal"})
-    figure.update_xaxes(title="missed mass, mean of all rows", tickformat=".0%", range=[0, top * 1.2], showgrid=True,
-                        gridcolor=theme.grid)  # fmt: skip
+    figure.update_xaxes(
+        title="missed mass, mean of all rows",
+        tickformat=".0%",
+        range=[0, top * 1.2],
+        showgrid=True,
+        gridcolor=theme.grid,
+    )
     figure.update_yaxes(autorange="reversed")
     return figure
 
@@ -179,9 +199,14 @@ def draw_map(found: HeadMaps, family: str | None, missed: float, theme: Theme) -
     """The dense map, or the same with what a family leaves out washed in orange."""
     title = "Dense, exact" if family is None else f"{GLYPHS[family]} {family}: misses {percent(missed)}"
     return charts.pooled_map(
-        found.dense, found.row_edges, found.column_edges, title, theme,
-        computed=None if family is None else found.computed, height=440,
-    )  # fmt: skip
+        found.dense,
+        found.row_edges,
+        found.column_edges,
+        title,
+        theme,
+        computed=None if family is None else found.computed,
+        height=440,
+    )
 
 
 def sentence(one: KnownHead, families: Sequence[str] = FAMILIES) -> str:
@@ -209,12 +234,15 @@ def show(theme: Theme) -> None:
     )
     parts.formula(
         r"\text{missed}=1-\frac1n\sum_i e^{\,\mathrm{lse}^{\text{sparse}}_i-\mathrm{lse}^{\text{dense}}_i}",
-        "sections 3.1 and 5.1", "As in chapter 8, mean of all rows.",
-    )  # fmt: skip
+        "sections 3.1 and 5.1",
+        "As in chapter 8, mean of all rows.",
+    )
     parts.picture(
-        draw_evidence(known.heads, theme), "real-evidence",
-        "; ".join(f"{one.name}: {sentence(one)}" for one in known.heads), lambda: _evidence(known),
-    )  # fmt: skip
+        draw_evidence(known.heads, theme),
+        "real-evidence",
+        "; ".join(f"{one.name}: {sentence(one)}" for one in known.heads),
+        lambda: _evidence(known),
+    )
     for one in known.heads:
         st.markdown(f"- **{ROLES[one.role]}**, {one.name}. {sentence(one)}")
     st.markdown("#### Look at them, and measure again")
@@ -223,11 +251,12 @@ def show(theme: Theme) -> None:
     widest = max(served, key=lambda one: sorted(one.missed(f) for f in FAMILIES)[1] - one.missed(one.best))
     order = sorted(FAMILIES, key=widest.missed)
     parts.check(
-        "real", "For which of these heads does the choice of pattern matter most, and by how much?",
+        "real",
+        "For which of these heads does the choice of pattern matter most, and by how much?",
         f"{ROLES[widest.role].capitalize()}, {widest.name}: {percent(widest.missed(order[0]))} missed with {order[0]}, "
         f"{percent(widest.missed(order[1]))} with the next best.",
         "The cells are equally many; only their shape differs. This is why patterns are chosen head by head.",
-    )  # fmt: skip
+    )
 
 
 def _live(known: HeadsFile, theme: Theme) -> None:
@@ -250,9 +279,12 @@ def _live(known: HeadsFile, theme: Theme) -> None:
     elif not working:
         st.caption(f"Reads {known.tokens:,} tokens of the sample with {known.model}: 10 to 30 s on two cores, once.")
         st.button(
-            "Read the prompt and measure the four heads", type="primary", key="real-run", on_click=_start,
+            "Read the prompt and measure the four heads",
+            type="primary",
+            key="real-run",
+            on_click=_start,
             args=(known.model, prompt),
-        )  # fmt: skip
+        )
     if problem := st.session_state.pop("real-problem", ""):
         st.error(words.plain_markdown(problem))
 
@@ -301,23 +333,29 @@ def _pictures(heads: tuple[LiveHead, ...], prompt: str, theme: Theme) -> None:
             with column:
                 name, what = family or "dense", "all of attention" if family is None else f"{percent(missed)} missed"
                 parts.picture(
-                    draw_map(found, family, missed, theme), f"real-{name}",
+                    draw_map(found, family, missed, theme),
+                    f"real-{name}",
                     f"{one.known.name}, {name}: {what}.",
                     partial(_map_frame, found),
-                )  # fmt: skip
+                )
     st.caption("Orange: not computed. The colour scale is logarithmic, from 0.01 % of a row to all of it.")
     st.dataframe(
         pl.DataFrame(
             [
-                {"pattern": one.trials[f].pattern.label, "cells": f"{one.trials[f].cells:,}",
-                 "missed now": percent(one.trials[f].missed),
-                 "in the file": percent(one.known.evidence[prompt][f].missed),
-                 "worst row": percent(one.trials[f].worst), "output error": percent(one.trials[f].output_error)}
+                {
+                    "pattern": one.trials[f].pattern.label,
+                    "cells": f"{one.trials[f].cells:,}",
+                    "missed now": percent(one.trials[f].missed),
+                    "in the file": percent(one.known.evidence[prompt][f].missed),
+                    "worst row": percent(one.trials[f].worst),
+                    "output error": percent(one.trials[f].output_error),
+                }
                 for f in FAMILIES
             ]
         ),
-        hide_index=True, width="content",
-    )  # fmt: skip
+        hide_index=True,
+        width="content",
+    )
 
 
 def _map_frame(found: HeadMaps) -> pl.DataFrame:
@@ -327,10 +365,19 @@ def _map_frame(found: HeadMaps) -> pl.DataFrame:
 def _evidence(known: HeadsFile) -> pl.DataFrame:
     return pl.DataFrame(
         [
-            {"role": one.role, "layer": one.layer, "head": one.head, "prompt": prompt, "pattern": trial.pattern.label,
-             "cells": trial.cells, "missed": trial.missed, "worst": trial.worst, "output_error": trial.output_error}
+            {
+                "role": one.role,
+                "layer": one.layer,
+                "head": one.head,
+                "prompt": prompt,
+                "pattern": trial.pattern.label,
+                "cells": trial.cells,
+                "missed": trial.missed,
+                "worst": trial.worst,
+                "output_error": trial.output_error,
+            }
             for one in known.heads
             for prompt, trials in one.evidence.items()
             for trial in trials.values()
         ]
-    )  # fmt: skip
+    )

@@ -12,13 +12,14 @@ import polars as pl
 import streamlit as st
 import torch
 
-from headscope.engine import VerticalSlash, build_index, dense_attention, mass, sparse_attention
-from headscope.engine.measure import timed
-from headscope.studio import charts
+from headscope.engine import VerticalSlash, build_index, dense_attention, sparse_attention
+from headscope.engine.loss import mass
+from headscope.engine.loss.measure import timed
+from headscope.studio.base.words import milliseconds, percent
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts, toy
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.theme import Theme
-from headscope.studio.words import milliseconds, percent
 
 N = 58
 WIDTHS = (1, 2, 4, 8, 16)
@@ -79,10 +80,15 @@ def lesson(spread: str, width: int) -> TileLesson:
     _, sparse = sparse_attention(one.q, one.k, one.v, index)
     _, dense = dense_attention(one.q, one.k, one.v, one.scale)
     return TileLesson(
-        width, int(index.requested_pairs()), int(index.computed_pairs()), int(index.computed.window_count[0]),
+        width,
+        int(index.requested_pairs()),
+        int(index.computed_pairs()),
+        int(index.computed.window_count[0]),
         tuple(int(x) for x in (areas.block, areas.column, areas.causal_waste, areas.padding)),  # type: ignore[arg-type]
-        float(mass.captured_mass(sparse, dense).mean()), classes, int(index.causal_pairs()),
-    )  # fmt: skip
+        float(mass.captured_mass(sparse, dense).mean()),
+        classes,
+        int(index.causal_pairs()),
+    )
 
 
 def measure() -> list[Timing]:
@@ -96,10 +102,13 @@ def measure() -> list[Timing]:
         times = [timed(partial(sparse_attention, q, k, v, index), q.device)[1] for _ in range(3)]
         found.append(
             Timing(
-                width, int(index.requested_pairs()), int(index.computed_pairs()), int(index.computed.window_count[0]),
+                width,
+                int(index.requested_pairs()),
+                int(index.computed_pairs()),
+                int(index.computed.window_count[0]),
                 statistics.median(times),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -120,8 +129,14 @@ def draw_cells(found: TileLesson, theme: Theme) -> go.Figure:
     rows = max(1, found.width // 2)
     if rows > 1:
         for edge in range(rows, N, rows):
-            figure.add_shape(type="line", x0=-0.5, x1=edge - 0.5, y0=edge - 0.5, y1=edge - 0.5,
-                             line={"color": theme.faint, "width": 0.8, "dash": "dot"})  # fmt: skip
+            figure.add_shape(
+                type="line",
+                x0=-0.5,
+                x1=edge - 0.5,
+                y0=edge - 0.5,
+                y1=edge - 0.5,
+                line={"color": theme.faint, "width": 0.8, "dash": "dot"},
+            )
     return figure
 
 
@@ -134,21 +149,29 @@ def draw_growth(series: dict[str, list[TileLesson]], theme: Theme) -> go.Figure:
                 series.items(), (theme.accent, theme.missed), ("solid", "dash"), strict=True
             )
         ],
-        theme, "Computed share of the causal cells", axes=("tile width (keys)", "computed"),
-        x=list(WIDTHS), marks=True, log=True,
-    )  # fmt: skip
+        theme,
+        "Computed share of the causal cells",
+        axes=("tile width (keys)", "computed"),
+        x=list(WIDTHS),
+        marks=True,
+        log=True,
+    )
 
 
 def draw_times(found: list[Timing], theme: Theme) -> go.Figure:
     """Measured time of each width."""
     figure = go.Figure(
         go.Bar(
-            x=[f"{one.width} wide" for one in found], y=[one.ms for one in found], marker={"color": theme.accent},
-            text=[milliseconds(one.ms) for one in found], textposition="outside", textfont={"color": theme.ink},
+            x=[f"{one.width} wide" for one in found],
+            y=[one.ms for one in found],
+            marker={"color": theme.accent},
+            text=[milliseconds(one.ms) for one in found],
+            textposition="outside",
+            textfont={"color": theme.ink},
             customdata=[[one.computed, one.windows] for one in found],
             hovertemplate="%{x}: %{y:.2f} ms<br>%{customdata[0]:,} cells<extra></extra>",
         )
-    )  # fmt: skip
+    )
     charts.layout(figure, theme, f"One head, {TIMED_N:,} tokens, on this machine", 280)
     figures.plain(figure, theme, ("tile", "time (ms)"))
     figure.update_yaxes(range=[0, 1.2 * max(one.ms for one in found)])
@@ -168,19 +191,28 @@ def show(theme: Theme) -> None:
         parts.formula(
             r"\begin{gathered}\text{requested}\subseteq\text{computed}\subseteq\text{causal}\\[4pt] "
             r"\text{density}=\frac{\text{computed cells}}{n(n+1)/2}\end{gathered}",
-            "section 4.1", "The rule is part of the index, so every machine computes the same cells.",
-        )  # fmt: skip
+            "section 4.1",
+            "The rule is part of the index, so every machine computes the same cells.",
+        )
         spread = parts.choice("The six distances lie", list(SPREADS), "tiles-spread")
-        width = int(parts.choice("Tile width W", [str(one) for one in WIDTHS], "tiles-width", start="8",
-                                 help="1 is no expansion; kernels use 128 at full size"))  # fmt: skip
+        width = int(
+            parts.choice(
+                "Tile width W",
+                [str(one) for one in WIDTHS],
+                "tiles-width",
+                start="8",
+                help="1 is no expansion; kernels use 128 at full size",
+            )
+        )
     found = lesson(spread, width)
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme), "tiles-cells",
+            draw_cells(found, theme),
+            "tiles-cells",
             f"{found.requested} cells requested, {found.computed} computed with tiles of width {width}.",
             lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in found.classes.tolist()]),
-        )  # fmt: skip
+        )
     block, column, waste, padding = found.areas
     parts.numbers(
         ("requested", f"{found.requested:,}", "The pattern's own cells"),
@@ -197,11 +229,13 @@ def show(theme: Theme) -> None:
     first, second = st.columns(2, gap="large")
     with first:
         parts.picture(
-            draw_growth(series, theme), "tiles-growth", "Computed share against tile width.",
+            draw_growth(series, theme),
+            "tiles-growth",
+            "Computed share against tile width.",
             lambda: pl.DataFrame(
                 {"width": WIDTHS} | {name: [one.computed for one in of] for name, of in series.items()}
             ),
-        )  # fmt: skip
+        )
     with second:
         _times(theme)
     _question(series)
@@ -219,10 +253,11 @@ def _times(theme: Theme) -> None:
         st.caption(f"One head of {TIMED_N:,} tokens, takes a few seconds. Nothing is measured until you press.")
         return
     parts.picture(
-        draw_times(found, theme), "tiles-times",
+        draw_times(found, theme),
+        "tiles-times",
         "; ".join(f"width {one.width}: {one.ms:.2f} ms for {one.computed} cells" for one in found),
         lambda: pl.DataFrame([vars(one) for one in found]),
-    )  # fmt: skip
+    )
     slow, fast = max(found, key=lambda one: one.ms), min(found, key=lambda one: one.ms)
     st.markdown(
         f"Width {fast.width} computes {fast.computed / slow.computed:.1f} times the cells of width {slow.width} and "
@@ -236,10 +271,11 @@ def _question(series: dict[str, list[TileLesson]]) -> None:
     at = WIDTHS.index(8)
     near, far = series["side by side"][at], series["far apart"][at]
     parts.check(
-        "tiles", "Six distances side by side, or six distances far apart, both with tiles of 8. Which computes more, "
+        "tiles",
+        "Six distances side by side, or six distances far apart, both with tiles of 8. Which computes more, "
         "and how much?",
         f"The ones far apart: {far.computed:,} cells against {near.computed:,}.",
         f"Asked for were {far.requested:,} and {near.requested:,}. A lone distance pays for its own windows; "
         "neighbours share theirs. This is why a budget of distances does not bound the cost, and a budget of windows "
         "does.",
-    )  # fmt: skip
+    )

@@ -10,10 +10,10 @@ import streamlit as st
 import torch
 
 from headscope.engine import VerticalSlash, measure_heads
-from headscope.studio import charts
+from headscope.studio.base.words import milliseconds, percent
+from headscope.studio.charts import charts
+from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts
-from headscope.studio.theme import Theme
-from headscope.studio.words import milliseconds, percent
 
 HEADS, HEAD_DIM = 3, 64
 
@@ -89,9 +89,14 @@ def measure(tokens: int) -> Measured:
     measure_heads(q, k, v, patterns)
     one = measure_heads(q, k, v, patterns)
     return Measured(
-        tokens, one.dense_ms, one.index_ms, one.kernel_ms, one.heads[0].computed_density,
-        sum(head.missed_mass_mean for head in one.heads) / HEADS, one.impl,
-    )  # fmt: skip
+        tokens,
+        one.dense_ms,
+        one.index_ms,
+        one.kernel_ms,
+        one.heads[0].computed_density,
+        sum(head.missed_mass_mean for head in one.heads) / HEADS,
+        one.impl,
+    )
 
 
 def draw_bars(split: TimeSplit, theme: Theme) -> go.Figure:
@@ -105,10 +110,13 @@ def draw_bars(split: TimeSplit, theme: Theme) -> go.Figure:
         ("other", split.other_ms, split.other_ms, theme.faint, "."),
     ):
         figure.add_bar(
-            x=[dense, sparse], y=["dense", "sparse"], orientation="h", name=name,
+            x=[dense, sparse],
+            y=["dense", "sparse"],
+            orientation="h",
+            name=name,
             marker={"color": colour, "pattern": figures.stripe(stripes, theme)},
             hovertemplate=name + ": %{x:.2f} ms<extra>%{y}</extra>",
-        )  # fmt: skip
+        )
     charts.layout(figure, theme, "One layer, in ms", 260, barmode="stack", bargap=0.35)
     figures.keys_below(figure, theme)
     figure.update_layout(font={"size": 13}, legend={"traceorder": "normal"})
@@ -123,18 +131,27 @@ def draw_ceiling(split: TimeSplit, theme: Theme) -> go.Figure:
     fixed = 1.0
     ceilings = [TimeSplit(fixed, fixed * f / (1 - f), 0, 1, 0).ceiling for f in shares]
     figure = go.Figure()
-    figure.add_scatter(x=shares, y=ceilings, mode="lines", name="ceiling 1 / (1 − f)",
-                       line={"color": theme.faint, "width": 2, "dash": "dash"},
-                       hovertemplate="f = %{x:.0%}: at most %{y:.2f}×<extra></extra>")  # fmt: skip
+    figure.add_scatter(
+        x=shares,
+        y=ceilings,
+        mode="lines",
+        name="ceiling 1 / (1 − f)",
+        line={"color": theme.faint, "width": 2, "dash": "dash"},
+        hovertemplate="f = %{x:.0%}: at most %{y:.2f}×<extra></extra>",
+    )
     for name, value, colour, mark in (
         ("ceiling of this layer", split.ceiling, theme.ink, "circle-open"),
         ("this layer", split.speedup, theme.accent, "circle"),
         ("kernel alone, index left out", split.kernel_speedup, theme.missed, "x"),
     ):
         figure.add_scatter(
-            x=[split.share], y=[value], mode="markers", name=name, hovertemplate=f"{name}: %{{y:.2f}}×<extra></extra>",
+            x=[split.share],
+            y=[value],
+            mode="markers",
+            name=name,
+            hovertemplate=f"{name}: %{{y:.2f}}×<extra></extra>",
             marker={"size": 13, "symbol": mark, "color": colour, "line": {"width": 2.5, "color": colour}},
-        )  # fmt: skip
+        )
     charts.layout(figure, theme, "What the rest of the layer allows", 360)
     figures.plain(figure, theme, ("attention's share f of the dense layer", "speed-up (×)"))
     figure.update_xaxes(tickformat=".0%", range=[0, 1])
@@ -155,8 +172,9 @@ def show(theme: Theme) -> None:
         parts.formula(
             r"\begin{gathered}T=T_{\text{proj}}+T_{\text{index}}+T_{\text{sparse}}+T_{\text{other}}\\[4pt] "
             r"\text{speed-up}\le\frac{1}{1-f}\end{gathered}",
-            "eq. 13 and section 5.2", "f is attention's share of the dense layer.",
-        )  # fmt: skip
+            "eq. 13 and section 5.2",
+            "f is attention's share of the dense layer.",
+        )
         split = TimeSplit(
             projections_ms=parts.amount("Projections (ms)", 0.5, 10.0, EXAMPLE.projections_ms, 0.5, "time-proj"),
             attention_ms=parts.amount("Dense attention (ms)", 0.5, 40.0, EXAMPLE.attention_ms, 0.5, "time-dense"),
@@ -173,14 +191,17 @@ def show(theme: Theme) -> None:
             ("ceiling 1 / (1 − f)", f"{split.ceiling:.2f}×", f"f = {split.share:.2f}"),
         )
         parts.picture(
-            draw_bars(split, theme), "time-bars",
-            f"Dense {split.dense_ms} ms, sparse {split.layer_ms} ms.", lambda: pl.DataFrame([vars(split)]),
-        )  # fmt: skip
+            draw_bars(split, theme),
+            "time-bars",
+            f"Dense {split.dense_ms} ms, sparse {split.layer_ms} ms.",
+            lambda: pl.DataFrame([vars(split)]),
+        )
         parts.picture(
-            draw_ceiling(split, theme), "time-ceiling",
+            draw_ceiling(split, theme),
+            "time-ceiling",
             f"Share {split.share:.2f}: ceiling {split.ceiling:.2f}, reached {split.speedup:.2f}.",
             lambda: pl.DataFrame([{"share": split.share, "ceiling": split.ceiling, "speedup": split.speedup}]),
-        )  # fmt: skip
+        )
         if split.speedup < 1:
             st.warning(
                 "Slower than dense: the index costs more than the sparse attention saves. Short prompts are like this."
@@ -192,13 +213,15 @@ def show(theme: Theme) -> None:
     )
     _measured()
     parts.check(
-        "time", f"In the article's layer ({EXAMPLE.dense_ms:.0f} ms, attention {EXAMPLE.attention_ms:.0f} ms), make "
+        "time",
+        f"In the article's layer ({EXAMPLE.dense_ms:.0f} ms, attention {EXAMPLE.attention_ms:.0f} ms), make "
         "sparse attention and index infinitely fast. How many times as fast does the layer get?",
         f"{EXAMPLE.ceiling:.0f} times.",
         f"The other {EXAMPLE.dense_ms - EXAMPLE.attention_ms:.0f} ms stay. With longer prompts attention's share f "
         "grows, and with it the ceiling.",
-        value=EXAMPLE.ceiling, unit="times",
-    )  # fmt: skip
+        value=EXAMPLE.ceiling,
+        unit="times",
+    )
 
 
 def _measured() -> None:
@@ -215,14 +238,22 @@ def _measured() -> None:
     st.dataframe(
         pl.DataFrame(
             [
-                {"tokens": f"{one.tokens:,}", "dense": milliseconds(one.dense_ms), "index": milliseconds(one.index_ms),
-                 "sparse": milliseconds(one.kernel_ms), "speed-up of attention, index in": f"{one.speedup:.2f}×",
-                 "density": percent(one.density), "missed mass": percent(one.missed), "kernels": one.impl}
+                {
+                    "tokens": f"{one.tokens:,}",
+                    "dense": milliseconds(one.dense_ms),
+                    "index": milliseconds(one.index_ms),
+                    "sparse": milliseconds(one.kernel_ms),
+                    "speed-up of attention, index in": f"{one.speedup:.2f}×",
+                    "density": percent(one.density),
+                    "missed mass": percent(one.missed),
+                    "kernels": one.impl,
+                }
                 for one in found
             ]
         ),
-        hide_index=True, width="content",
-    )  # fmt: skip
+        hide_index=True,
+        width="content",
+    )
     best = max(found, key=lambda one: one.speedup)
     st.caption(
         f"Best at {best.tokens:,} tokens: {best.speedup:.2f}×. Below 1× dense wins; the length where it turns is the "

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from headscope.engine import AShape, Fixed, build_index, masked_attention, sparse_attention
-from headscope.engine.patterns import Pattern
-from headscope.kernels import reference
+from headscope.engine.patterns.families import Pattern
+from headscope.kernels.cells import reference
 from headscope.studio.lessons import toy
 
 N = 8
@@ -145,10 +145,15 @@ def covers(columns: Sequence[int], distances: Sequence[int]) -> list[Cover]:
     shapes = [AShape(sink, window) for sink in range(N + 1) for window in range(1, N + 1)]
     a_shape, mask = _least(shapes, target)
     found = [
-        Cover("a-shape", f"sink {a_shape.sink}, window {a_shape.window}", int(mask.sum()), int((mask & ~target).sum()),
-              mask),
+        Cover(
+            "a-shape",
+            f"sink {a_shape.sink}, window {a_shape.window}",
+            int(mask.sum()),
+            int((mask & ~target).sum()),
+            mask,
+        ),
         Cover("vertical-slash", f"columns {_set(columns)}, distances {_set(distances)}", wanted, 0, target),
-    ]  # fmt: skip
+    ]
     touched = {(int(i) // 2, int(j) // 2) for i, j in np.argwhere(target)}
     mask = _masks([Fixed(blocks=tuple(touched), block_size=2)])[0]
     found.append(

@@ -9,11 +9,11 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
+from headscope.studio.charts.theme import GLYPHS, Theme
 from headscope.studio.lessons import chart, figures, parts
 from headscope.studio.lessons import vertical_slash as maths
 from headscope.studio.lessons.figures import Kind
 from headscope.studio.lessons.vertical_slash import COLUMNS, DISTANCES, GIVEN, ROW, N, VerticalSlashLesson
-from headscope.studio.theme import GLYPHS, Theme
 
 CHART = "learn-vslash-cells"
 BELOW, BESIDE = N, -1
@@ -39,15 +39,22 @@ def draw_cells(found: VerticalSlashLesson, theme: Theme) -> go.Figure:
     _add_buttons(figure, theme, "distances", [BESIDE] * N, list(range(N)), found.distances, "distance")
     hidden = {"marker": {"opacity": 0}}
     figure.add_scatter(
-        x=places[:, 1], y=places[:, 0], mode="markers", name="cells", showlegend=False, hoverinfo="text",
-        text=[f"row {i}, key {j}: distance {i - j}, {names(theme)[found.classes[i, j]].name}<br>click: look at row {i}"
-              for i, j in places],
-        marker={"symbol": "square", "size": 30, "opacity": 0}, selected=hidden, unselected=hidden,
-    )  # fmt: skip
-    figure.update_xaxes(range=[-1.55, N - 0.5], title="key position · click a number to keep its column",
-                        tickvals=[])  # fmt: skip
-    figure.update_yaxes(range=[N + 0.55, -0.5], title="query row · click a number to keep its distance",
-                        tickvals=[])  # fmt: skip
+        x=places[:, 1],
+        y=places[:, 0],
+        mode="markers",
+        name="cells",
+        showlegend=False,
+        hoverinfo="text",
+        text=[
+            f"row {i}, key {j}: distance {i - j}, {names(theme)[found.classes[i, j]].name}<br>click: look at row {i}"
+            for i, j in places
+        ],
+        marker={"symbol": "square", "size": 30, "opacity": 0},
+        selected=hidden,
+        unselected=hidden,
+    )
+    figure.update_xaxes(range=[-1.55, N - 0.5], title="key position · click a number to keep its column", tickvals=[])
+    figure.update_yaxes(range=[N + 0.55, -0.5], title="query row · click a number to keep its distance", tickvals=[])
     return figure
 
 
@@ -58,14 +65,25 @@ def _add_buttons(
     on = [at in chosen for at in range(N)]
     same = {"marker": {"opacity": 1}}
     figure.add_scatter(
-        x=x, y=y, mode="markers+text", name=name, showlegend=False, hoverinfo="text",
+        x=x,
+        y=y,
+        mode="markers+text",
+        name=name,
+        showlegend=False,
+        hoverinfo="text",
         text=[str(at) for at in range(N)],
         hovertext=[f"{what} {at}: click to {'drop' if kept else 'keep'}" for at, kept in enumerate(on)],
         textfont={"size": 13, "color": [theme.background if kept else theme.ink for kept in on]},
-        marker={"symbol": "square" if what == "column" else "circle", "size": 27, "opacity": 1,
-                "color": [colour if kept else theme.panel for kept in on], "line": {"width": 1.5, "color": colour}},
-        selected=same, unselected=same,
-    )  # fmt: skip
+        marker={
+            "symbol": "square" if what == "column" else "circle",
+            "size": 27,
+            "opacity": 1,
+            "color": [colour if kept else theme.panel for kept in on],
+            "line": {"width": 1.5, "color": colour},
+        },
+        selected=same,
+        unselected=same,
+    )
 
 
 def draw_covers(covers: list[maths.Cover], classes: np.ndarray, theme: Theme) -> go.Figure:
@@ -109,25 +127,29 @@ def show(theme: Theme) -> None:
         )
         parts.formula(
             r"\begin{aligned}\mathcal N_{VS}(i)=\;&\{j\in C:\;j\le i\}\\ "
-            r"\cup\;&\{i-\delta:\delta\in D,\;0\le i-\delta\le i\}\end{aligned}", "eq. 5",
+            r"\cup\;&\{i-\delta:\delta\in D,\;0\le i-\delta\le i\}\end{aligned}",
+            "eq. 5",
             "C are the columns, D the distances.",
-        )  # fmt: skip
+        )
         columns = _several("Columns C", COLUMNS, "vslash-columns")
         distances = _several("Distances D", DISTANCES, "vslash-distances")
         row = parts.slider("Look at row", 0, N - 1, ROW, "vslash-row")
-        forget = parts.switch("Forget to de-duplicate", "vslash-forget",
-                              "Reads the list of columns and the list of distances one after the other, as a careless "
-                              "kernel would")  # fmt: skip
+        forget = parts.switch(
+            "Forget to de-duplicate",
+            "vslash-forget",
+            "Reads the list of columns and the list of distances one after the other, as a careless kernel would",
+        )
     found = maths.lesson(columns, distances, row)
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme), "vslash-cells",
+            draw_cells(found, theme),
+            "vslash-cells",
             f"Columns {found.columns} and distances {found.distances}: {found.cells} cells; row {found.row} reads keys "
             f"{found.right.keys}.",
             lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in line] for line in found.classes.tolist()]),
             on_select=toggle_from_click,
-        )  # fmt: skip
+        )
     _by_hand(found, forget)
     _all_three(found, theme)
     _question()
@@ -136,10 +158,16 @@ def show(theme: Theme) -> None:
 def _several(label: str, default: tuple[int, ...], key: str) -> list[int]:
     return list(
         st.pills(
-            label, list(range(N)), selection_mode="multi", default=list(default), key=key, bind="query-params",
-            persist_state="session", wrap=True,
+            label,
+            list(range(N)),
+            selection_mode="multi",
+            default=list(default),
+            key=key,
+            bind="query-params",
+            persist_state="session",
+            wrap=True,
         )
-    )  # fmt: skip
+    )
 
 
 def _by_hand(found: VerticalSlashLesson, forget: bool) -> None:
@@ -206,10 +234,11 @@ def _all_three(found: VerticalSlashLesson, theme: Theme) -> None:
     kept = figures.kinds(theme, Kind("asked for", theme.accent, "·"), Kind("extra", theme.wash, "+"))
     parts.legend(kept)
     parts.picture(
-        draw_covers(covers, found.classes, theme), "vslash-covers",
+        draw_covers(covers, found.classes, theme),
+        "vslash-covers",
         "; ".join(f"{one.name} needs {one.needs}: {one.cells} cells, {one.extra} extra" for one in covers),
         lambda: _cover_table(covers),
-    )  # fmt: skip
+    )
     st.dataframe(_cover_table(covers), hide_index=True, width="content")
 
 
@@ -217,23 +246,28 @@ def _question() -> None:
     n, columns = 1024, (0, 512)
     cells = maths.column_cells(n, columns)
     parts.check(
-        "vslash", f"A prompt of {n:,} tokens keeps the columns {columns[0]} and {columns[1]} and nothing else. "
+        "vslash",
+        f"A prompt of {n:,} tokens keeps the columns {columns[0]} and {columns[1]} and nothing else. "
         "How many cells are that?",
         f"{cells:,} cells.",
         f"A column starts at its own row, since earlier rows may not look ahead: {n:,} − {columns[0]} cells and "
         f"{n:,} − {columns[1]} cells.",
-        value=cells, unit="cells",
-    )  # fmt: skip
+        value=cells,
+        unit="cells",
+    )
 
 
 def _table(shown: maths.Reading) -> pl.DataFrame:
     rows: list[dict[str, Any]] = [
         {
-            "key": j, "k": str(tuple(maths.KEYS[j])), "score q·k": f"{score:.3g}", "weight": f"{weight:.3f}",
+            "key": j,
+            "k": str(tuple(maths.KEYS[j])),
+            "score q·k": f"{score:.3g}",
+            "weight": f"{weight:.3f}",
             "v": str(tuple(maths.VALUES[j])),
         }
         for j, score, weight in zip(shown.keys, shown.scores, shown.weights, strict=True)
-    ]  # fmt: skip
+    ]
     return pl.DataFrame(rows)
 
 

@@ -1,0 +1,1 @@
+"""From patterns to an index, and attention over it."""

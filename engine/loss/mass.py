@@ -1,0 +1,141 @@
+"""Missed mass: how much softmax probability a sparse row leaves out, from two LSEs, and how it is summed up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headscope.engine.attend import checks as shapes
+from headscope.engine.attend.index import Index
+from headscope.kernels import backends
+
+FLOOR = 1e-5
+"""Missed mass below this is rounding of float32 LSEs, not a measurement: each carries about 1e-6, and more where
+logits are large. It is reported as measured, not as zero; the studio and `headscope inspect --help` say so."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one head misses over the rows of a prompt; shares of probability in 0..1.
+
+    `worst_row` is the row's own position. `thirds` are the means over the start, middle and end of the rows.
+    """
+
+    mean: float
+    worst: float
+    worst_row: int
+    p99: float
+    thirds: tuple[float, float, float]
+
+
+def missed_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tensor:
+    """`1 - exp(lse_sparse - lse_dense)` in [0, 1], of any shape. Rows with nothing to read (padding) miss 0.
+
+    Exact for every row at any length: the sparse sum of exponentials over the dense one is the captured mass.
+    """
+    missed = -torch.expm1(lse_sparse.float() - lse_dense.float())
+    return torch.where(torch.isneginf(lse_dense), 0.0, missed).clamp(0.0, 1.0) + 0.0  # never -0
+
+
+def captured_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tensor:
+    """The complement of `missed_mass`."""
+    return 1.0 - missed_mass(lse_sparse, lse_dense)
+
+
+def losses(missed: torch.Tensor, first_row: tuple[int, ...]) -> list[Loss]:
+    """One `Loss` per head over all real rows of a batch. missed [B, Hq, S]; `first_row` [B] as in a layout.
+
+    Rows of negative position are padding and left out. The thirds are taken per sequence.
+    """
+    parts = [missed[b, :, max(0, -first) :] for b, first in enumerate(first_row)]
+    rows = torch.cat(parts, 1).float()
+    if not rows.shape[1]:
+        raise ValueError("missed must hold at least one real row")
+    position = torch.cat(
+        [torch.arange(max(0, first), max(0, first) + p.shape[1]) for p, first in zip(parts, first_row, strict=True)]
+    )
+    worst, at = rows.max(1)
+    # Third t of a sequence with r rows: rows t r // 3 up to (t + 1) r // 3, or the nearest row if that is none.
+    thirds = []
+    for third in range(3):
+        spans = [(p.shape[1] * third // 3, p.shape[1] * (third + 1) // 3, p.shape[1]) for p in parts]
+        cut = [p[:, min(a, r - 1) : max(b, min(a, r - 1) + 1)] for p, (a, b, r) in zip(parts, spans, strict=True) if r]
+        thirds.append(torch.cat(cut, 1).double().mean(1))
+    table = torch.stack([rows.double().mean(1), worst.double(), _percentile(rows, 0.99).double(), *thirds], 1).tolist()
+    return [
+        Loss(mean, high, int(position[row]), p99, (start, middle, end))
+        for (mean, high, p99, start, middle, end), row in zip(table, at.tolist(), strict=True)
+    ]
+
+
+def _percentile(rows: torch.Tensor, share: float) -> torch.Tensor:
+    """[H]: the smallest value that at least `share` of the rows do not exceed. Works at any length."""
+    rank = max(1, -(-round(rows.shape[1] * share * 1000) // 1000))
+    return rows.kthvalue(min(rank, rows.shape[1]), dim=1).values
+
+
+def pooled_map(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse_dense: torch.Tensor,
+    *,
+    scale: float | None = None,
+    starts: shapes.Starts = None,
+    rows: tuple[int, int] | None = None,
+    cols: tuple[int, int] | None = None,
+    shape: tuple[int, int] = (256, 256),
+    index: Index | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Exact sum of probability per tile, float32 [B, Hq, rows, cols]; of the computed cells alone with an index.
+
+    `rows` and `cols` are half-open spans of own positions (everything by default) cut into `shape` tiles; tile
+    `a` of `p` starts at `first + (stop - first) * a // p`. Memory does not grow with the number of cells.
+    """
+    shapes.check_qk(q, k)
+    first = shapes.check_starts(starts, q, k)
+    rows, cols = _span("rows", rows, k), _span("cols", cols, k)
+    shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
+    layout = index.computed if index is not None else None
+    backend = backends.choose(impl, q)
+    return backend.pooled(q, k, lse_dense, shapes.check_scale(scale, q), first, rows, cols, shape, layout)
+
+
+def coverage_map(
+    index: Index,
+    *,
+    rows: tuple[int, int] | None = None,
+    cols: tuple[int, int] | None = None,
+    shape: tuple[int, int] = (256, 256),
+) -> torch.Tensor:
+    """Cells of the index per tile, float32 [B, Hq, rows, cols]; tiles as in `pooled_map`."""
+    layout = index.computed
+    rows = rows if rows is not None else (0, layout.kv_len)
+    cols = cols if cols is not None else (0, layout.kv_len)
+    shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
+    return backends.choose("auto", layout.windows).coverage(layout, rows, cols, shape)
+
+
+def profiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse_dense: torch.Tensor,
+    *,
+    scale: float | None = None,
+    starts: shapes.Starts = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact probability per column and per distance, over all rows: two float32 [B, Hq, T]."""
+    shapes.check_qk(q, k)
+    backend = backends.choose(impl, q)
+    return backend.sums(q, k, lse_dense, shapes.check_scale(scale, q), shapes.check_starts(starts, q, k))
+
+
+def _span(name: str, span: tuple[int, int] | None, k: torch.Tensor) -> tuple[int, int]:
+    length = k.shape[2]
+    if span is None:
+        return 0, length
+    if not 0 <= span[0] < span[1] <= length:
+        raise ValueError(f"{name} must be a span within 0 and {length}, got {span}")
+    return span

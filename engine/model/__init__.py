@@ -1,0 +1,1 @@
+"""Loading a model, and putting sparse prefill into it and out again."""

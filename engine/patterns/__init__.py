@@ -1,0 +1,1 @@
+"""The pattern families of a head, one a file."""

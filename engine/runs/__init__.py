@@ -1,0 +1,1 @@
+"""Whole-model runs over one prompt: captured, answered, inspected, evaluated."""

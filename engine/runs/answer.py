@@ -1,0 +1,130 @@
+"""Answering a prompt: sparse prefill and dense decode, beside the dense run where it is asked for."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headscope.engine.base.errors import PromptError
+from headscope.engine.config.file import HeadConfig
+from headscope.engine.config.host import HostProfile
+from headscope.engine.config.sets import ConfigSet
+from headscope.engine.config.warnings import CalibrationWarning
+from headscope.engine.model.apply import Applied, apply
+from headscope.engine.prompts.tokens import check_ids
+
+if TYPE_CHECKING:
+    from headscope.engine.model.load import LoadedModel
+
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One greedy continuation. `ttft_ms` runs from token ids on the device to the first new token, index included;
+    tokenizing and loading are not in it. `decode_ms_per_token` is None where the first new token was the only one.
+    `logits` [vocabulary] float32 are those of the first new token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    ttft_ms: float
+    decode_ms_per_token: float | None
+    left_alone: dict[int, str]
+    logits: torch.Tensor = field(repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, without the logits."""
+        return {
+            "text": self.text,
+            "tokens": len(self.token_ids),
+            "token_ids": list(self.token_ids),
+            "ttft_ms": self.ttft_ms,
+            "decode_ms_per_token": self.decode_ms_per_token,
+            "left_alone": {str(layer): reason for layer, reason in self.left_alone.items()},
+        }
+
+
+def answer(
+    loaded: LoadedModel,
+    input_ids: torch.Tensor,
+    config: HeadConfig | ConfigSet | None = None,
+    *,
+    max_new_tokens: int = 64,
+    host: HostProfile | None = None,
+    force_weights: bool = False,
+    on_token: Callable[[int], None] | None = None,
+) -> Answer:
+    """Greedy continuation of `input_ids` [1, S]; dense throughout without `config`.
+
+    `on_token` is called with the number of new tokens so far. Raises PromptError when prompt and new tokens exceed
+    the model's positions, and what `apply` raises; warns as `apply` does.
+    """
+    ids = check_ids(loaded, input_ids).to(loaded.device)
+    most = loaded.facts.max_position
+    if max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if most and ids.shape[1] + max_new_tokens > most:
+        raise PromptError(
+            f"{ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed the {most} positions of "
+            f"{loaded.name}: shorten the prompt or ask for fewer"
+        )
+    stops = _stop_tokens(loaded)
+
+    def applied() -> AbstractContextManager[Applied | None]:
+        return nullcontext() if config is None else apply(loaded, config, host, force_weights=force_weights)
+
+    # The warm-up is no prompt of anybody's, so its length is nobody's concern.
+    with torch.no_grad(), warnings.catch_warnings(action="ignore", category=CalibrationWarning), applied():
+        loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)
+    with torch.no_grad(), applied() as active:
+        _wait(ids.device)
+        began = time.perf_counter()
+        result = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        logits = result.logits[0, -1].float()
+        made = [int(logits.argmax())]
+        first = time.perf_counter()
+        # The argument and the field were renamed within the supported range.
+        argument = "cache" if "cache" in signature(loaded.model.forward).parameters else "past_key_values"
+        cache = result["cache" if "cache" in result else "past_key_values"]
+        while made[-1] not in stops and len(made) < max_new_tokens:
+            if on_token is not None:
+                on_token(len(made))
+            step = torch.tensor([[made[-1]]], device=ids.device)
+            result = loaded.model(input_ids=step, use_cache=True, logits_to_keep=1, **{argument: cache})
+            made.append(int(result.logits[0, -1].argmax()))
+        ended = time.perf_counter()
+        left = dict(active.left_alone) if active is not None else {}
+    shown = made[:-1] if made[-1] in stops else made
+    text = loaded.tokenizer.decode(shown, skip_special_tokens=True) if loaded.tokenizer is not None else ""
+    per_token = (ended - first) * 1e3 / (len(made) - 1) if len(made) > 1 else None
+    return Answer(text, tuple(made), (first - began) * 1e3, per_token, left, logits.cpu())
+
+
+def next_token_kl(dense: torch.Tensor, sparse: torch.Tensor) -> float:
+    """KL(dense || sparse) of the next token in nats, from logits [vocabulary], in float64."""
+    p = torch.log_softmax(dense.double(), dim=-1)
+    q = torch.log_softmax(sparse.double(), dim=-1)
+    return max(0.0, float((p.exp() * (p - q)).sum()))
+
+
+def _stop_tokens(loaded: LoadedModel) -> set[int]:
+    settings = getattr(loaded.model, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    if found is None:
+        found = getattr(loaded.model.config, "eos_token_id", None)
+    if found is None:
+        return set()
+    return set(found) if isinstance(found, (list, tuple)) else {int(found)}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

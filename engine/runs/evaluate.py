@@ -1,0 +1,324 @@
+"""Sparse against dense on the whole model: logits, continuation, retrieval, and where along the layers error enters.
+
+Isolated losses say what a head misses; this says what the model's answers lose. Both models are the same weights,
+one of them under a head config. Tasks on which the dense model itself scores under 50 % are marked uninformative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headscope.engine.base.errors import Cancelled, ModelError, PromptError
+from headscope.engine.config.facts import text_config
+from headscope.engine.config.file import HeadConfig, HeadEntry
+from headscope.engine.model.apply import apply
+from headscope.engine.patterns.families import Dense
+from headscope.engine.prompts.retrieval import KINDS, RetrievalPrompt, is_answer, retrieval_grid
+from headscope.engine.prompts.tokens import check_ids
+
+if TYPE_CHECKING:
+    from headscope.engine.model.load import LoadedModel
+
+_ROWS = 256
+"""Rows whose logits are formed at a time: 256 x 128K in float32 is 128 MiB."""
+
+ANSWER_TOKENS = 16
+INFORMATIVE = 0.5
+
+Progress = Callable[[int, int, str], None]
+Cancel = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Logits of one prompt, dense against sparse. KL in nats, dense to sparse; agreement is of the top token.
+
+    `kl_last` is that of the last position, whose logits give the first answer token.
+    """
+
+    prompt: str
+    tokens: int
+    perplexity_dense: float
+    perplexity_sparse: float
+    kl_mean: float
+    kl_worst: float
+    kl_last: float
+    top1_agreement: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative: 0.01 means that sparse perplexity is 1 % higher."""
+        return self.perplexity_sparse / self.perplexity_dense - 1
+
+
+@dataclass(frozen=True)
+class RetrievalCell:
+    """One length and depth of one task: shares of right answers over `prompts` prompts."""
+
+    kind: str
+    tokens: int
+    depth: float
+    prompts: int
+    dense: float
+    sparse: float
+
+
+@dataclass(frozen=True)
+class RetrievalTask:
+    """One task at one length over all depths. Uninformative when dense scores under 50 %."""
+
+    kind: str
+    tokens: int
+    dense: float
+    sparse: float
+    informative: bool
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Greedy tokens after a prompt: how many of `tokens` agree before the first difference."""
+
+    prompt: str
+    tokens: int
+    agree: int
+
+
+@dataclass(frozen=True)
+class LayerEffect:
+    """What sparse attention in `layers` alone does to the logits (`how` is "alone" or "first layers")."""
+
+    how: str
+    layer: int
+    kl_mean: float
+    kl_last: float
+    top1_agreement: float
+
+
+def hidden_states(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig | None) -> torch.Tensor:
+    """Last hidden states [S, width] of a prompt, dense or under a config."""
+    ids = check_ids(loaded, ids).to(loaded.device)
+    decoder = loaded.model.get_decoder()
+    with torch.no_grad():
+        if config is None:
+            return decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        with apply(loaded, config):
+            return decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+
+
+def check_head(loaded: LoadedModel, ids: torch.Tensor, hidden: torch.Tensor) -> None:
+    """ModelError if the model does more to its logits than its output layer (and a soft cap) does."""
+    with torch.no_grad():
+        own = (
+            loaded.model(input_ids=check_ids(loaded, ids).to(loaded.device), use_cache=False, logits_to_keep=1)
+            .logits[0, -1]
+            .float()
+        )
+    ours = _logits(loaded, hidden[-1:])[0]
+    if not torch.allclose(own, ours, rtol=2e-2, atol=2e-2 * float(own.abs().max())):
+        raise ModelError(f"{loaded.name} changes its logits after the output layer in a way that is not served here.")
+
+
+def _logits(loaded: LoadedModel, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = loaded.model.get_output_embeddings()(hidden).float()
+    cap = getattr(text_config(loaded.model), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def compare(
+    loaded: LoadedModel, ids: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor, name: str = "prompt"
+) -> Quality:
+    """Logits of two sets of hidden states, a few rows at a time."""
+    tokens = torch.as_tensor(ids).reshape(-1).to(dense.device)
+    losses, kls, same = [], [], 0
+    for row in range(0, len(tokens), _ROWS):
+        a = _logits(loaded, dense[row : row + _ROWS]).log_softmax(-1)
+        b = _logits(loaded, sparse[row : row + _ROWS]).log_softmax(-1)
+        kls.append((a.exp() * (a - b)).sum(-1).clamp(min=0.0).double())
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+        following = tokens[row + 1 : row + 1 + len(a)]
+        at = torch.arange(len(following), device=a.device)
+        losses.append(torch.stack([-a[at, following], -b[at, following]]).double())
+    kl = torch.cat(kls)
+    nll = torch.cat(losses, 1).mean(1) if len(tokens) > 1 else torch.zeros(2)
+    return Quality(
+        prompt=name,
+        tokens=len(tokens),
+        perplexity_dense=math.exp(float(nll[0])),
+        perplexity_sparse=math.exp(float(nll[1])),
+        kl_mean=float(kl.mean()),
+        kl_worst=float(kl.max()),
+        kl_last=float(kl[-1]),
+        top1_agreement=same / len(tokens),
+    )
+
+
+def quality(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig, name: str = "prompt") -> Quality:
+    """Perplexity, KL and top-1 agreement of one prompt under a config."""
+    dense = hidden_states(loaded, ids, None)
+    check_head(loaded, ids, dense)
+    return compare(loaded, ids, dense, hidden_states(loaded, ids, config), name)
+
+
+def generate(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig | None, tokens: int) -> list[int]:
+    """Greedy tokens after a prompt: prefill dense or under a config, decode dense."""
+    ids = check_ids(loaded, ids).to(loaded.device)
+    most = loaded.facts.max_position
+    if most and ids.shape[1] + tokens > most:
+        raise PromptError(f"{ids.shape[1]} tokens and {tokens} new ones exceed the {most} positions of {loaded.name}.")
+    settings = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    pad = getattr(loaded.tokenizer, "pad_token_id", None) or getattr(loaded.tokenizer, "eos_token_id", None)
+    with torch.no_grad():
+        if config is None:
+            out = loaded.model.generate(ids, pad_token_id=pad, **settings)
+        else:
+            with apply(loaded, config):
+                out = loaded.model.generate(ids, pad_token_id=pad, **settings)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def continuation(
+    loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig, name: str = "prompt", tokens: int = 32
+) -> Continuation:
+    """How long the greedy continuations agree."""
+    dense, sparse = (generate(loaded, ids, which, tokens) for which in (None, config))
+    most = max(len(dense), len(sparse))
+    agree = next(
+        (n for n, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse))
+    )
+    return Continuation(name, most, most if dense == sparse else agree)
+
+
+def retrieval(
+    loaded: LoadedModel,
+    config: HeadConfig,
+    *,
+    kinds: Iterable[str] = KINDS,
+    lengths: Iterable[int] = (512, 1024, 2000),
+    depths: Iterable[float] = (0.1, 0.5, 0.9),
+    seeds: Iterable[int] = (0, 1),
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+) -> tuple[list[RetrievalCell], list[RetrievalTask]]:
+    """The ladder: every kind, length and depth, dense and sparse on the same prompts."""
+    if loaded.tokenizer is None:
+        raise ModelError(f"{loaded.name} has no tokenizer, so it cannot be asked anything.")
+
+    def count(text: str) -> list[int]:
+        return list(loaded.tokenizer(text, verbose=False).input_ids)
+
+    kind_list, length_list, depth_list, seed_list = list(kinds), sorted(set(lengths)), list(depths), list(seeds)
+    total = len(kind_list) * len(length_list) * len(depth_list) * len(seed_list)
+    right: dict[tuple[str, int, float], list[tuple[bool, bool]]] = {}
+    at = 0
+    for length in length_list:
+        for prompt in retrieval_grid(kind_list, [length], depth_list, seed_list, encode=count):
+            _check(cancel)
+            ids = torch.tensor([count(prompt.text)])
+            answers = [_right(loaded, prompt, ids, which) for which in (None, config)]
+            right.setdefault((prompt.kind, length, prompt.depth), []).append((answers[0], answers[1]))
+            at += 1
+            if progress is not None:
+                progress(at, total, f"{prompt.kind} at {length} tokens")
+    cells = [
+        RetrievalCell(kind, length, depth, len(got), _share(got, 0), _share(got, 1))
+        for (kind, length, depth), got in sorted(right.items())
+    ]
+    tasks = []
+    for kind in kind_list:
+        for length in length_list:
+            got = [pair for key, pairs in sorted(right.items()) if key[:2] == (kind, length) for pair in pairs]
+            dense = _share(got, 0)
+            tasks.append(RetrievalTask(kind, length, dense, _share(got, 1), dense >= INFORMATIVE))
+    return cells, tasks
+
+
+def _right(loaded: LoadedModel, prompt: RetrievalPrompt, ids: torch.Tensor, config: HeadConfig | None) -> bool:
+    new = generate(loaded, ids, config, ANSWER_TOKENS)
+    return is_answer(prompt.expected, loaded.tokenizer.decode(new, skip_special_tokens=True))
+
+
+def _share(pairs: Sequence[tuple[bool, bool]], side: int) -> float:
+    return sum(pair[side] for pair in pairs) / max(1, len(pairs))
+
+
+def only_layers(config: HeadConfig, layers: Iterable[int]) -> HeadConfig:
+    """The config with every other layer dense."""
+    kept = set(layers)
+    heads = tuple(row if layer in kept else (HeadEntry(Dense()),) * len(row) for layer, row in enumerate(config.heads))
+    return replace(config, heads=heads)
+
+
+def by_layer(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    config: HeadConfig,
+    *,
+    layers: Iterable[int] | None = None,
+    how: Sequence[str] = ("alone", "first layers"),
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+) -> list[LayerEffect]:
+    """The effect on the logits of each layer alone, and of the first k layers, to show where error enters and grows."""
+    picked = list(range(len(config.heads))) if layers is None else sorted(set(layers))
+    dense = hidden_states(loaded, ids, None)
+    check_head(loaded, ids, dense)
+    found = []
+    for mode in how:
+        for layer in picked:
+            _check(cancel)
+            which = [layer] if mode == "alone" else range(layer + 1)
+            got = compare(loaded, ids, dense, hidden_states(loaded, ids, only_layers(config, which)))
+            found.append(LayerEffect(mode, layer, got.kl_mean, got.kl_last, got.top1_agreement))
+            if progress is not None:
+                progress(len(found), len(picked) * len(how), f"layer {layer} {mode}")
+    return found
+
+
+def layer_weights(
+    loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig, layers: Sequence[int], losses: Sequence[float]
+) -> tuple[float, ...]:
+    """How much KL of the logits a unit of missed mass costs in each layer, scaled to a mean of 1.
+
+    `config` is some sparse config and `losses` the mean missed mass of each of `layers` under it.
+    """
+    effects = by_layer(loaded, ids, config, layers=layers, how=("alone",))
+    raw = [effect.kl_mean / max(loss, 1e-4) for effect, loss in zip(effects, losses, strict=True)]
+    mean = sum(raw) / len(raw)
+    return tuple(value / mean if mean > 0 else 1.0 for value in raw)
+
+
+def report(
+    qualities: Sequence[Quality],
+    continuations: Sequence[Continuation] = (),
+    cells: Sequence[RetrievalCell] = (),
+    tasks: Sequence[RetrievalTask] = (),
+    effects: Sequence[LayerEffect] = (),
+) -> dict[str, Any]:
+    """Everything JSON-ready, with the figures that a gate looks at."""
+    informative = [task for task in tasks if task.informative]
+    return {
+        "quality": [asdict(each) | {"perplexity_change": each.perplexity_change} for each in qualities],
+        "continuation": [asdict(each) for each in continuations],
+        "retrieval": [asdict(cell) for cell in cells],
+        "tasks": [asdict(task) for task in tasks],
+        "layers": [asdict(effect) for effect in effects],
+        "worst_perplexity_change": max((each.perplexity_change for each in qualities), default=None),
+        "retrieval_dense": _mean([task.dense for task in informative]),
+        "retrieval_sparse": _mean([task.sparse for task in informative]),
+        "uninformative": [f"{task.kind} at {task.tokens}" for task in tasks if not task.informative],
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _check(cancel: Cancel | None) -> None:
+    if cancel is not None and cancel():
+        raise Cancelled("The evaluation was cancelled; nothing of it was kept.")

@@ -1,0 +1,1 @@
+"""Attention, index and measurement in plain Triton: NVIDIA GPUs from sm_80 on."""

@@ -1,0 +1,1 @@
+"""What every room of the studio uses: its errors, and numbers as words."""
