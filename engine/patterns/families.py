@@ -15,4 +15,5 @@ from headscope.engine.patterns.dense import Dense as Dense
 from headscope.engine.patterns.fixed import Fixed as Fixed
 from headscope.engine.patterns.registry import FAMILIES as FAMILIES
 from headscope.engine.patterns.registry import from_dict as from_dict
+from headscope.engine.patterns.tri_shape import TriShape as TriShape
 from headscope.engine.patterns.vertical_slash import VerticalSlash as VerticalSlash
