@@ -72,6 +72,7 @@ class Variant:
     on: bool
 
 
+@dataclass(frozen=True)
 class Pattern:
     """Base of the pattern families; use one of the subclasses.
 
@@ -115,7 +116,7 @@ class Pattern:
     """Whether it holds positions of one prompt, so that no search and no editor offers it."""
 
     def __post_init__(self) -> None:
-        optional = {each.name for each in dataclasses.fields(self) if each.default is None}  # type: ignore[arg-type]
+        optional = {each.name for each in dataclasses.fields(self) if each.default is None}
         for each in self.fields:
             value = getattr(self, each.name)
             if value is not None or each.name not in optional:
@@ -186,6 +187,6 @@ class Pattern:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form that `from_dict` turns back into an equal pattern."""
-        names = [each.name for each in dataclasses.fields(self)]  # type: ignore[arg-type]
+        names = [each.name for each in dataclasses.fields(self)]
         entries = {name: to_json(getattr(self, name)) for name in names}
         return {"pattern": self.kind} | {name: value for name, value in entries.items() if value is not None}

@@ -39,7 +39,7 @@ def samples(family: type[Pattern]) -> list[Pattern]:
     start = family.default(1000)
     forms = [start, start.switched(True), start.switched(False), start.scaled(2.0, 1000) or start]
     shares = {field.name: Fraction(0.1, least=field.least) for field in start.active_fields if field.share}
-    return list(dict.fromkeys([*forms, dataclasses.replace(start, **shares)]))  # type: ignore[type-var]
+    return list(dict.fromkeys([*forms, dataclasses.replace(start, **shares)]))
 
 
 EVERY = [pattern for family in FAMILIES.values() for pattern in samples(family)]
