@@ -65,7 +65,7 @@ def controls(held: Lab, seen: View, run: Run, draft: Draft) -> None:
             lambda kind: edit(held, seen, draft, editor.default(kind, tokens)),
         ),
     )
-    if pattern.kind == "fixed":
+    if pattern.one_prompt:
         st.caption("This head has fixed positions from a file; choosing a pattern above replaces them.")
     budgets(held, seen, draft, pattern, tokens)
     st.markdown("**Use this pattern for**")
@@ -122,7 +122,7 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
             return
         rebuild(held, seen, draft, pattern, lambda now: now | {name: editor.entered(numbers[name], value)})
 
-    shared = {field.name for field in found if field.share and not (field.name == "sink" and field.least == 0)}
+    shared = {field.name for field in found if field.share and field.grows}
     columns = st.columns(2)
     for index, field in enumerate(found):
         value = numbers[field.name]
@@ -142,13 +142,12 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
                     **state.bind(key, round(value.of * 100, 2), lambda new, name=field.name: write(name, new)),
                 )
             else:
-                most = 4096 if field.name == "block_size" else max(tokens, int(value))
                 st.number_input(
                     field.label,
-                    field.least,
-                    most,
+                    field.least if field.offered is None else field.offered,
+                    max(tokens, int(value)) if field.most is None else field.most,
                     None,
-                    step=step(field.name, int(value)),
+                    step=step(field, int(value)),
                     help=field.help,
                     **state.bind(key, int(value), lambda new, name=field.name: write(name, new)),
                 )
@@ -170,29 +169,27 @@ def budgets(held: Lab, seen: View, draft: Draft, pattern: Pattern, tokens: int) 
             **state.bind("share", share, switch),
             help="Budgets then grow with the length of the prompt",
         )
-        if pattern.kind == "vertical-slash":
-            windowed = "windows" in numbers
+        if pattern.variant:
 
-            def window(on: bool) -> None:
-                extra = {"windows": 4} if on else {"slash": 256, "local": 16}
+            def vary(on: bool) -> None:
                 rebuild(
-                    held, seen, draft, pattern, lambda now: {"vertical": now["vertical"], "sink": now["sink"], **extra}
+                    held,
+                    seen,
+                    draft,
+                    pattern,
+                    lambda now: editor.values_of(editor.build(pattern.kind, now).switched(on)),
                 )
 
             st.toggle(
-                "Whole windows",
-                **state.bind("windowed", windowed, window),
-                help="Buys windows of 128 distances by their mass, in place of single distances",
+                pattern.variant.label,
+                **state.bind("windowed", pattern.variant.on, vary),
+                help=pattern.variant.help,
             )
 
 
-def step(name: str, value: int) -> int:
+def step(field: editor.Field, value: int) -> int:
     """How much a click on + or - changes a budget."""
-    if name == "block_size":
-        return 16
-    if name in ("sink", "local", "blocks", "windows"):
-        return 1
-    return 8 if value < 128 else 32
+    return field.step or (8 if value < 128 else 32)
 
 
 def rebuild(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headscope.engine.patterns.families import AShape, BlockSparse, Pattern, VerticalSlash
+from headscope.engine.patterns.families import LARGEST_BUDGET, AShape, BlockSparse, Pattern, VerticalSlash
 from headscope.kernels.cells.layout import PAD, Layout
 from headscope.kernels.cells.plan import TILE, HeadPlan
 from headscope.kernels.torch import index as torch_index
@@ -42,9 +42,11 @@ class Case:
     pattern: Pattern
 
     @property
-    def clustered(self) -> bool:
-        """Whether attention is timed on a fixed clustered index, since random inputs have no slashes to find."""
-        return isinstance(self.pattern, VerticalSlash)
+    def clustered(self) -> tuple[int, int] | None:
+        """Columns and distances of the fixed clustered index that attention is timed on, since random inputs have no
+        slashes to find; None where the pattern buys no distances."""
+        plan = self.pattern.plan(LARGEST_BUDGET)  # at this length nothing is cut off
+        return (plan.vertical, plan.slash) if plan.slash else None
 
 
 CASES = (

@@ -22,7 +22,7 @@ from headscope.engine.bench.cases import CASES, Case, Shape, clustered_layout, p
 from headscope.engine.bench.timing import Timing, baseline, gate, interleaved, machine
 from headscope.engine.config.host import HostProfile
 from headscope.engine.loss import mass
-from headscope.engine.patterns.families import AShape, VerticalSlash
+from headscope.engine.patterns.families import VerticalSlash
 from headscope.engine.prompts.tokens import check_ids
 from headscope.engine.runs.capture import chosen_layers, stream
 from headscope.kernels import backends
@@ -251,10 +251,8 @@ class Timed:
         layouts: dict[str, Layout] = {}
         for case in cases:
             layout = self.build(case)[1]
-            if fixed is not None and case.clustered and isinstance(case.pattern, VerticalSlash):
-                vertical, slash = case.pattern.vertical, case.pattern.slash
-                assert isinstance(vertical, int) and isinstance(slash, int)
-                layout = clustered_layout(fixed, q.shape[0], q.shape[2], vertical, slash, q.device)
+            if fixed is not None and case.clustered:
+                layout = clustered_layout(fixed, q.shape[0], q.shape[2], *case.clustered, q.device)
             layouts[case.name] = layout
             checked[case.name] = self._check(case.name, layout, dense[1])
             work[case.name] = lambda layout=layout: backend.attend(q, k, v, layout, scale)  # type: ignore[misc]
@@ -335,7 +333,7 @@ class Timed:
 
 
 def _choice(case: Case, fixed: bool) -> str:
-    if isinstance(case.pattern, AShape):
+    if not case.pattern.online:
         return EXACT
     return FIXED if fixed and case.clustered else ONLINE
 

@@ -13,7 +13,6 @@ from headscope.engine.base import files
 from headscope.engine.base.heap import steady_heap
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.measure import dense_pass, measure_heads
-from headscope.engine.patterns.families import Dense
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.measure import Cancel, SearchPrompt, Source, Timing, time_beside_dense
 from headscope.engine.search.table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
@@ -79,7 +78,7 @@ def check_prompt(
         timed = Timing(found.index_ms, found.kernel_ms, dense.ms)
         if repeats:
             timed = time_beside_dense(q, k, v, scale, patterns, config.estimator, impl, repeats)
-        runs_dense = all(isinstance(pattern, Dense) for pattern in patterns)
+        runs_dense = all(pattern.is_dense for pattern in patterns)
         taken = timed.dense_ms if runs_dense else timed.index_ms + timed.kernel_ms
         rows.append((found.heads, taken, timed.dense_ms))
 

@@ -16,6 +16,7 @@ from headscope.engine.attend.index import build_index
 from headscope.engine.base import files
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.oracle import LossSplit, loss_split
+from headscope.engine.patterns.families import Dense
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import TIE_TIME, Front, Point, simplest_of_fastest
 from headscope.engine.search.measure import Cancel, SearchPrompt, Source
@@ -149,7 +150,7 @@ def _sentence(
         return f"Stays dense: no candidate misses at most {limit:.2%} on every prompt.{best}"
     if target.max_missed is None:
         why = "loses least for its time at the common exchange rate of loss for time"
-    elif chosen.kind == "dense":
+    elif chosen.kind == Dense.kind:
         why = "is as fast here as any sparse candidate within the limit"
     elif chosen.ms > simplest_of_fastest([p for p in front.every if p.loss <= limit]).ms * (1 + TIE_TIME):
         why = f"is the fastest within {limit:.2%} of the families that its layer runs anyway"

@@ -18,13 +18,11 @@ from headscope.engine.patterns.families import (
     AShape,
     BlockSparse,
     Dense,
-    Fixed,
     Fraction,
     Pattern,
     VerticalSlash,
     from_dict,
 )
-from headscope.kernels.cells.plan import TILE, HeadPlan, max_windows
 
 FORMAT = "headscope.search-grid/1"
 MOST_CANDIDATES = 200
@@ -33,9 +31,6 @@ SAMPLING = Estimator(rows=64, where="half", overlap="removed")
 """What a search samples unless told otherwise. Under it 249 of smollm2's 270 heads have a candidate that misses at
 most 2 % on three prompts of 2,040 tokens; under the published tail of 64 rows 173 have. `Estimator()` itself stays
 the tail, whose choice does not change when a prompt is prefilled in chunks."""
-
-SIMPLICITY = {"dense": 0, "a-shape": 1, "vertical-slash": 2, "block-sparse": 3, "fixed": 4}
-"""What a tie prefers: no index at all, then positions alone, then lists of lines, then lists of blocks."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,13 @@ class Grid:
         for number, pattern in enumerate(self.candidates):
             if not isinstance(pattern, Pattern):
                 raise ConfigError(f"Candidate {number} is a {type(pattern).__name__}, not a pattern.")
-            if isinstance(pattern, Fixed):
-                raise ConfigError(f"Candidate {number} is a Fixed pattern, which fits one prompt only.")
+            if pattern.one_prompt:
+                name = type(pattern).__name__
+                raise ConfigError(f"Candidate {number} is a {name} pattern, which fits one prompt only.")
             if pattern in seen:
                 raise ConfigError(f"Candidates {seen[pattern]} and {number} are the same: {pattern.label}.")
             seen[pattern] = number
-        rest = tuple(pattern for pattern in self.candidates if not isinstance(pattern, Dense))
+        rest = tuple(pattern for pattern in self.candidates if not pattern.is_dense)
         if not rest:
             raise ConfigError("A grid needs at least one candidate that is not dense.")
         if len(rest) > MOST_CANDIDATES:
@@ -128,26 +124,13 @@ def default_grid() -> Grid:
 
 
 def simplicity(pattern: Pattern, number: int) -> tuple[int, int]:
-    """What ties are decided by: the family, then the place in the grid."""
-    return SIMPLICITY[pattern.kind], number
-
-
-def covers_all(plan: HeadPlan, length: int) -> bool:
-    """Whether a resolved pattern keeps every cell of a prompt of `length` tokens, so that it is dense in disguise."""
-    if plan.top_blocks:
-        return plan.top_blocks >= -(-length // plan.block_size)
-    if plan.windows:
-        return plan.windows >= max_windows(length, TILE) - 1 or plan.vertical >= length
-    if plan.slash:
-        return plan.slash >= length or plan.vertical >= length
-    if len(plan.columns) >= length:
-        return True
-    return any(low == 0 and high + 1 + len(plan.columns) >= length for low, high in plan.bands)
+    """What ties are decided by: the rank of the family, then the place in the grid."""
+    return pattern.rank, number
 
 
 def check_length(grid: Grid, name: str, tokens: int) -> None:
     """`PromptError` if no candidate leaves anything out of a prompt of this length."""
-    if tokens < 1 or all(covers_all(pattern.plan(tokens), tokens) for pattern in grid.candidates):
+    if tokens < 1 or all(pattern.covers_all(tokens) for pattern in grid.candidates):
         raise PromptError(
             f"The prompt {name} has {tokens} tokens, fewer than the smallest candidate keeps, so there is nothing to "
             "search: use a longer prompt or smaller budgets."

@@ -15,7 +15,7 @@ import torch
 
 from headscope.kernels.cells.diagonals import by_distance
 from headscope.kernels.cells.layout import PAD, Layout
-from headscope.kernels.cells.plan import HeadPlan, nearest_window, tile_rows
+from headscope.kernels.cells.plan import HeadPlan, fixed_lists, nearest_window, tile_rows
 
 
 class Sampling(Protocol):
@@ -276,7 +276,7 @@ def _choose_blocks(
     chosen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for head in with_blocks:
         if plans[head].blocks:
-            chosen[head] = [positions(_fixed_blocks(plans[head], kv_len - starts[head // heads], q.device))]
+            chosen[head] = [_fixed_blocks(plans[head], kv_len - starts[head // heads], q.device)]
     for size in sorted({plans[head].block_size for head in with_blocks}):
         for sequence, start in enumerate(starts):
             chosen |= _top_blocks(q, k, plans, sequence, start, scale, size)
@@ -293,13 +293,15 @@ def _choose_blocks(
     return blocks, count, tuple(slots)
 
 
-def _fixed_blocks(plan: HeadPlan, length: int, device: torch.device) -> torch.Tensor:
+def _fixed_blocks(plan: HeadPlan, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists int32 [block rows, most], ended by PAD, and counts of the blocks that a plan fixes."""
     side = max(1, -(-length // plan.block_size))
-    chosen = torch.zeros(side, side, dtype=torch.bool, device=device)
-    for row, column in plan.blocks:
-        if row < side:
-            chosen[row, column] = True
-    return chosen
+    lists = fixed_lists(plan.blocks, side)
+    row, place, key = torch.tensor(lists, dtype=torch.long, device=device).view(-1, 3).T
+    most = max((place for _, place, _ in lists), default=-1) + 1
+    blocks = torch.full((side, most), PAD, dtype=torch.int32, device=device)
+    blocks[row, place] = key.int()
+    return blocks, torch.bincount(row, minlength=side).int()
 
 
 def _top_blocks(

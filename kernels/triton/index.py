@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headscope.kernels.cells.layout import PAD, Layout
-from headscope.kernels.cells.plan import HeadPlan, max_windows, nearest_window
+from headscope.kernels.cells.plan import HeadPlan, fixed_lists, max_windows, nearest_window
 from headscope.kernels.torch.index import Sampling, sampled_rows
 from headscope.kernels.triton import cut as triton_cut
 from headscope.kernels.triton import pools as triton_pools
@@ -292,16 +292,21 @@ def _choose_blocks(
     for slot, n in enumerate(listed):
         slots[n] = slot
     rows = max((-(-kv_len // plans[n].block_size) for n in listed), default=0)
-    fixed = {n: _fixed_lists(plans[n], lengths[n]) for n in listed if plans[n].blocks}
+    fixed: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+    for n in listed:
+        if plans[n].blocks:
+            lists = fixed_lists(plans[n].blocks, max(1, -(-lengths[n] // plans[n].block_size)))
+            fixed.setdefault(lists, []).append(slots[n])
     online = [n for n in listed if not plans[n].blocks and plans[n].top_blocks and lengths[n] > 0]
     most = max((min(plans[n].top_blocks, -(-lengths[n] // plans[n].block_size)) for n in online), default=0)
-    most = max([most, *(len(row) for lists in fixed.values() for row in lists)])
+    most = max([most, *(place + 1 for lists in fixed for _, place, _ in lists)])
     blocks = torch.full((len(listed), rows, most), PAD, dtype=torch.int32, device=device)
     count = torch.zeros(len(listed), rows, dtype=torch.int32, device=device)
-    for n, lists in fixed.items():
-        flat = tuple(v for row in lists for v in [*row, *[PAD] * (most - len(row))])
-        blocks[slots[n], : len(lists)] = device_ints(flat, device).view(len(lists), most)
-        count[slots[n], : len(lists)] = device_ints(tuple(len(row) for row in lists), device)
+    for lists, members in fixed.items():
+        row, place, key = device_ints(tuple(v for entry in lists for v in entry), device).view(-1, 3).long().T
+        lines = device_ints(tuple(members), device).long()
+        blocks[lines[:, None], row, place] = key.int()
+        count[lines] = (blocks[lines] < PAD).sum(-1, dtype=torch.int32)
     groups = sorted({(n // heads, plans[n].block_size, plans[n].top_blocks) for n in online})
     for sequence, size, budget in groups:
         members = [
@@ -309,15 +314,6 @@ def _choose_blocks(
         ]
         _top_blocks(q, k, members, slots, starts, sequence, size, budget, scale, blocks, count)
     return blocks, count, tuple(slots)
-
-
-def _fixed_lists(plan: HeadPlan, length: int) -> list[list[int]]:
-    """Ascending key blocks per block row."""
-    lists: list[list[int]] = [[] for _ in range(max(1, -(-length // plan.block_size)))]
-    for row, column in sorted(set(plan.blocks)):
-        if row < len(lists):
-            lists[row].append(column)
-    return lists
 
 
 def _top_blocks(

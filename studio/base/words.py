@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.patterns.families import AShape, BlockSparse, Budget, Fixed, Fraction, Pattern, VerticalSlash
+from headscope.engine.patterns.families import Budget, Fraction, Pattern
 
 
 def percent(value: float) -> str:
@@ -54,17 +54,9 @@ def budget(value: Budget | None) -> str:
 
 
 def budgets(pattern: Pattern) -> str:
-    """The budgets of a pattern, short: "64 / 256", "4 windows", "8 × 64"."""
-    if isinstance(pattern, AShape):
-        return f"{budget(pattern.sink)} / {budget(pattern.window)}"
-    if isinstance(pattern, VerticalSlash):
-        second = budget(pattern.slash) if pattern.windows is None else f"{budget(pattern.windows)} win"
-        return f"{budget(pattern.vertical)} / {second}"
-    if isinstance(pattern, BlockSparse):
-        return f"{budget(pattern.blocks)} × {pattern.block_size}"
-    if isinstance(pattern, Fixed):
-        return f"{len(pattern.columns)} + {len(pattern.distances)} + {len(pattern.blocks)}"
-    return ""
+    """The budgets of a pattern, short: "64 / 256", "64 / 4 windows", "8 × 64"."""
+    joint = {"/": " / ", "x": " × "}
+    return pattern.budgets(budget, joint.get(pattern.joint, pattern.joint))
 
 
 def label(pattern: Pattern) -> str:

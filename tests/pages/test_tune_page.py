@@ -10,6 +10,7 @@ from headscope.engine.patterns.families import AShape, Dense, VerticalSlash
 from headscope.studio.base import words
 from headscope.studio.ui import state
 from headscope.studio.ui.state import View
+from headscope.studio.work import editor
 from headscope.studio.work.lab import Lab
 from tests.helpers import studio_pages
 from tests.helpers.studio_pages import SESSION, ok, page, run_now, shown, wait
@@ -48,6 +49,17 @@ def test_edit_switch_page_and_come_back(held: Lab) -> None:
     heads = ok(page("heads", seen))
     assert "block-sparse 1 × 64" in shown(heads)
     assert page("tune", seen).segmented_control(key="kind").value == "block-sparse"
+
+
+def test_every_family_can_be_chosen_and_shows_its_own_fields(held: Lab) -> None:
+    seen = View(SESSION, run_id=run_now(held), layer=1, head=3)
+    test, run = ok(page("tune", seen)), held.run(seen.run_id)
+    for kind in editor.KINDS:
+        ok(test.segmented_control(key="kind").set_value(kind).run())
+        pattern = editor.default(kind, run.row.tokens)
+        assert state.draft_of(held, SESSION, run.facts).patterns[1][3] == pattern
+        assert {item.label for item in test.number_input} >= {field.label for field in editor.fields_of(pattern)}
+        assert words.label(pattern) in shown(test)
 
 
 def test_a_pattern_spreads_to_group_layer_and_alike(held: Lab) -> None:
