@@ -18,7 +18,7 @@ import pytest
 from headscope.engine.base.errors import OptionError
 from headscope.engine.cli import main as cli
 from headscope.engine.cli import output as cli_output
-from headscope.engine.cli import run as cli_run
+from headscope.engine.cli.options import parse_layers
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.config.host import HostProfile
 from headscope.engine.config.warnings import CalibrationWarning
@@ -311,13 +311,13 @@ def test_hostile_configs(run: Run, tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("text", "layers"), [("3", (3,)), ("0,4-6", (0, 4, 5, 6)), (" 2 - 3 ,2", (2, 3))])
 def test_parse_layers(text: str, layers: tuple[int, ...]) -> None:
-    assert cli_run.parse_layers(text) == layers
+    assert parse_layers(text) == layers
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1.5", "4-2", "1;2", "999999999"])
 def test_parse_layers_refuses(text: str) -> None:
     with pytest.raises(OptionError):
-        cli_run.parse_layers(text)
+        parse_layers(text)
 
 
 @pytest.fixture
