@@ -273,6 +273,11 @@ def indented(value: Any, level: int) -> str:
     return text.replace("\n", "\n" + "  " * level)
 
 
+def printable(path: str | os.PathLike[str]) -> str:
+    """A path as text that every file can hold: bytes of it that are no UTF-8 are written as escapes."""
+    return os.fspath(path).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def listing(names: Iterable[Any], most: int = 6) -> str:
     """Some names for a sentence: `a, b, c and 4 more`."""
     items = [str(name) for name in names]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headscope.engine.base.files import printable
 from headscope.engine.cli import output as cli_output
 from headscope.engine.cli.ending import nothing_begun
 from headscope.engine.cli.options import (
@@ -21,7 +22,6 @@ from headscope.engine.cli.options import (
     parse_layers,
     prompt_name,
     run_facts,
-    shown,
     told_lengths,
 )
 from headscope.engine.cli.output import bar, note
@@ -72,7 +72,7 @@ def inspect(
     run = {
         **run_facts(loaded, described),
         "config": result.config.digest(),
-        "config_source": "starting point" if config is None else shown(config),
+        "config_source": "starting point" if config is None else printable(config),
         "warnings": said,
         "impl": impl,
         "seconds": result.seconds,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from headscope.engine.base.errors import OptionError
+from headscope.engine.base.files import printable
 from headscope.engine.cli.ending import nothing_begun
 from headscope.engine.cli.output import bar, note
 
@@ -101,12 +102,7 @@ def read_text(prompt: str) -> str:
 
 def prompt_name(prompt: str) -> str:
     """What reports call a prompt: its file name without the ending, in letters that every file can hold."""
-    return "stdin" if prompt == STDIN else shown(Path(prompt).stem)
-
-
-def shown(path: str | Path) -> str:
-    """A path as text; bytes that are no UTF-8 are written as escapes."""
-    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    return "stdin" if prompt == STDIN else printable(Path(prompt).stem)
 
 
 def load(

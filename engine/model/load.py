@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -241,7 +242,17 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, EOFError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        ImportError,
+        EOFError,
+        struct.error,
+        SafetensorError,
+    ) as error:
         causes = _causes(error)
         text = " ".join(str(cause) for cause in causes).lower()
         if any(isinstance(cause, GatedRepoError) for cause in causes) or "gated repo" in text:
