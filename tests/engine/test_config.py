@@ -286,6 +286,8 @@ BAD = {
     "a length is zero": (lambda v: v["provenance"].update(lengths=[0]), "provenance.lengths"),
     "a length is true": (lambda v: v["provenance"].update(lengths=[True]), "provenance.lengths"),
     "a length is a fraction": (lambda v: v["provenance"].update(lengths=[512.5]), "provenance.lengths"),
+    "forced weights are a number": (lambda v: v["provenance"].update(forced_weights=3), "provenance.forced_weights"),
+    "forced weights hold text": (lambda v: v["provenance"].update(forced_weights=["x"]), "provenance.forced_weights"),
     "audit rate above 1": (lambda v: v["audit"].update(rate=9), "audit.rate"),
     "audit rate below 0": (lambda v: v["audit"].update(rate=-0.1), "audit.rate"),
     "audit rate is text": (lambda v: v["audit"].update(rate="often"), "audit.rate"),
@@ -422,11 +424,10 @@ def test_host_profile_round_trip_and_unmeasured_is_never_dense(tmp_path: Path, m
     monkeypatch.setenv("HEADSCOPE_HOST", str(tmp_path / "sub" / "host.json"))
     assert default_path() == tmp_path / "sub" / "host.json"
     assert HostProfile.load() == HostProfile() and HostProfile.load().dense_below_tokens() == 0
-    made = HostProfile({"gpu": "H200"}, {128: {"warps": 8}, 64: {"warps": 4}}, {1: 4096, 8: 0}, {"fixed_ms": 0.25})
+    made = HostProfile({"gpu": "H200"}, {1: 4096, 8: 0}, {"fixed_ms": 0.25})
     path = made.save()
     assert path == default_path() and HostProfile.load() == made
     assert made.dense_below_tokens(1) == 4096 and made.dense_below_tokens(2) == 0
-    assert made.kernel_settings(64) == {"warps": 4} and made.kernel_settings(80) == {}
     first = path.read_bytes()
     HostProfile.load().save()
     assert path.read_bytes() == first
@@ -451,6 +452,14 @@ def test_a_bad_host_profile_is_one_sentence(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HostProfile.load(path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_host_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    old = {"format": "headscope.host-profile/1", "machine": {"gpu": "H200"}, "kernels": {"64": {"warps": 4}}}
+    path.write_text(json.dumps(old | {"dense_below": {"1": 4096}, "cost": {}}))
+    assert HostProfile.load(path) == HostProfile({"gpu": "H200"}, {1: 4096})
+    assert "kernels" not in HostProfile.load(path).to_json()
 
 
 def test_a_named_host_profile_must_exist(tmp_path: Path) -> None:
