@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -207,12 +207,13 @@ class HeadConfig:
         self._check_place(layer, 0)
         return tuple(entry.pattern for entry in self.heads[layer])
 
-    def with_head(self, layer: int, head: int, entry: HeadEntry | Pattern) -> HeadConfig:
-        """The same config with one head changed; a bare pattern drops the evidence of the old one."""
-        self._check_place(layer, head)
-        made = entry if isinstance(entry, HeadEntry) else HeadEntry(entry)
-        row = (*self.heads[layer][:head], made, *self.heads[layer][head + 1 :])
-        return replace(self, heads=(*self.heads[:layer], row, *self.heads[layer + 1 :]))
+    def with_heads(self, entries: Mapping[tuple[int, int], HeadEntry | Pattern]) -> HeadConfig:
+        """The same config with the heads at these (layer, head) changed; a bare pattern drops the old evidence."""
+        rows = [list(row) for row in self.heads]
+        for (layer, head), entry in entries.items():
+            self._check_place(layer, head)
+            rows[layer][head] = entry if isinstance(entry, HeadEntry) else HeadEntry(entry)
+        return replace(self, heads=tuple(tuple(row) for row in rows))
 
     def digest(self) -> str:
         """sha256 over patterns and budgets alone: equal heads give the same digest, whenever and wherever made.

@@ -41,7 +41,7 @@ def facts(**changes: Any) -> dict[str, Any]:
 def small() -> HeadConfig:
     config = HeadConfig.uniform(FACTS, AShape(4, 64), provenance={"lengths": [1024, 4096], "seed": 7})
     entry = HeadEntry(VerticalSlash(Fraction(0.05, least=16), 256, local=16), {"missed_mass_mean": 0.03125})
-    return config.with_head(1, 2, entry)
+    return config.with_heads({(1, 2): entry})
 
 
 counts = st.integers(1, 5000)
@@ -114,7 +114,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 def test_one_head_a_line_so_that_a_diff_shows_the_head() -> None:
     before = small()
-    after = before.with_head(2, 1, Dense())
+    after = before.with_heads({(2, 1): Dense()})
     lines = list(zip(before.to_json().splitlines(), after.to_json().splitlines(), strict=True))
     changed = [new for old, new in lines if old != new]
     assert changed == ['      {"at": [2, 1], "pattern": "dense"},']
@@ -123,15 +123,19 @@ def test_one_head_a_line_so_that_a_diff_shows_the_head() -> None:
 def test_digest_is_over_patterns_alone() -> None:
     config = small()
     other = HeadConfig.uniform(facts(name="other"), AShape(4, 64), provenance={"created": "today"})
-    other = other.with_head(1, 2, VerticalSlash(Fraction(0.05, least=16), 256, local=16))
+    other = other.with_heads({(1, 2): VerticalSlash(Fraction(0.05, least=16), 256, local=16)})
     assert other.digest() == config.digest()
-    assert config.with_head(0, 0, AShape(4, 65)).digest() != config.digest()
+    assert config.with_heads({(0, 0): AShape(4, 65)}).digest() != config.digest()
 
 
 def test_patterns_of_a_layer_and_places_out_of_range() -> None:
     assert small().patterns(0) == (AShape(4, 64),) * 4
     assert small().patterns(1)[2].kind == "vertical-slash"
-    for act in (lambda: small().patterns(3), lambda: small().patterns(-1), lambda: small().with_head(0, 4, Dense())):
+    for act in (
+        lambda: small().patterns(3),
+        lambda: small().patterns(-1),
+        lambda: small().with_heads({(0, 4): Dense()}),
+    ):
         with pytest.raises(ConfigError, match="There is no"):
             act()
 
@@ -377,7 +381,7 @@ def test_values_that_no_file_can_hold_are_refused_at_once() -> None:
 
 def test_a_config_does_not_change_with_the_callers_dicts() -> None:
     model, evidence = facts(), {"runs": [1]}
-    config = HeadConfig.uniform(model, Dense()).with_head(0, 0, HeadEntry(Dense(), evidence))
+    config = HeadConfig.uniform(model, Dense()).with_heads({(0, 0): HeadEntry(Dense(), evidence)})
     text = config.to_json()
     model["rope"]["theta"] = 1.0
     evidence["runs"].append(2)
