@@ -58,7 +58,7 @@ class _File(Record):
     heads: dict[str, _Head]
     dense: _Pair
     other: _Pair
-    machine: dict[str, Any]
+    machine: dict[str, Any] = Field(default_factory=dict)
     fit: _Fit
 
 
@@ -157,7 +157,7 @@ class CostModel:
                 value["heads"],
                 tuple(value["dense"]),
                 tuple(value["other"]),
-                value["machine"],
+                value.get("machine", {}),
                 Fit(**value["fit"]),
             )
         except ConfigError as problem:
