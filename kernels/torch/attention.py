@@ -137,14 +137,14 @@ class _Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """float32 of this shape, contents undefined, until the same name is taken again."""
         size = math.prod(shape)
-        if name not in self._held or self._held[name].numel() < size:
-            self._held[name] = torch.empty(size, device=self._device)
-        return self._held[name][:size].view(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, device=self._device)
+        return self._buffers[name][:size].view(shape)
 
     def rows(self, name: str, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """float32 [*which, D]: rows of x [n, D] by int64 number."""

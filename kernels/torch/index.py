@@ -217,9 +217,9 @@ def _choose_lines(
     scale: float,
     estimator: Sampling,
     tile: int,
-    chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    marks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Columns, distances and grid windows of the vertical-slash heads of one sequence, marked in `chosen`."""
+    """Columns, distances and grid windows of the vertical-slash heads of one sequence, set in `marks`."""
     heads, q_len, kv_len = q.shape[1], q.shape[2], k.shape[2]
     group = heads // k.shape[1]
     length = kv_len - start
@@ -245,13 +245,13 @@ def _choose_lines(
     score = distance_sums(weight, rows, estimator.slashes)
     by_windows = budget("windows") > 0
     distances = best(score, budget("local"), budget("slash"), length) & ~by_windows[:, None]
-    chosen[0][at, :length] = columns
-    chosen[1][at, :length] = distances
+    marks[0][at, :length] = columns
+    marks[1][at, :length] = distances
     if bool(by_windows.any()):
         real = -(-(length + tile_rows(tile) - 1) // tile)
         mass = window_mass(score, tile, real)
-        kept = best(mass, torch.ones_like(by_windows, dtype=torch.long), budget("windows").clamp(min=1), real)
-        chosen[2][at, :real] = kept & by_windows[:, None]
+        bought = best(mass, torch.ones_like(by_windows, dtype=torch.long), budget("windows").clamp(min=1), real)
+        marks[2][at, :real] = bought & by_windows[:, None]
 
 
 def _bands(plans: Sequence[HeadPlan], distances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,14 +280,14 @@ def _choose_blocks(
     for slot, head in enumerate(with_blocks):
         slots[head] = slot
     block_rows = max((-(-kv_len // plans[head].block_size) for head in with_blocks), default=0)
-    chosen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    lists_of: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for head in with_blocks:
         if plans[head].blocks:
-            chosen[head] = [positions(_fixed_blocks(plans[head], kv_len - starts[head // heads], q.device))]
+            lists_of[head] = [positions(_fixed_blocks(plans[head], kv_len - starts[head // heads], q.device))]
     for size in sorted({plans[head].block_size for head in with_blocks}):
         for sequence, start in enumerate(starts):
-            chosen |= _top_blocks(q, k, plans, sequence, start, scale, size)
-    per_head = [chosen.get(head, []) for head in with_blocks]
+            lists_of |= _top_blocks(q, k, plans, sequence, start, scale, size)
+    per_head = [lists_of.get(head, []) for head in with_blocks]
     most = max((part.shape[-1] for lists in per_head for part, _ in lists), default=0)
     blocks = torch.full((len(with_blocks), block_rows, most), PAD, dtype=torch.int32, device=q.device)
     count = torch.zeros(len(with_blocks), block_rows, dtype=torch.int32, device=q.device)
@@ -302,11 +302,11 @@ def _choose_blocks(
 
 def _fixed_blocks(plan: HeadPlan, length: int, device: torch.device) -> torch.Tensor:
     side = max(1, -(-length // plan.block_size))
-    chosen = torch.zeros(side, side, dtype=torch.bool, device=device)
+    listed = torch.zeros(side, side, dtype=torch.bool, device=device)
     for row, column in plan.blocks:
         if row < side:
-            chosen[row, column] = True
-    return chosen
+            listed[row, column] = True
+    return listed
 
 
 def _top_blocks(
