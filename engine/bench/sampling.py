@@ -22,6 +22,7 @@ from headscope.engine.patterns.families import Fraction, VerticalSlash
 from headscope.engine.search.cost import TILE_CELLS, CostModel
 from headscope.engine.search.measure import Cancel, SearchError, SearchPrompt, Source
 from headscope.kernels.torch import index as torch_index
+from headscope.kernels.torch.probabilities import probabilities
 
 SHARES = (0.06, 0.12, 0.24, 0.48)
 """Requested cells as shares of the causal cells."""
@@ -183,8 +184,7 @@ def captured_rows(
         lists = [choice[head].nonzero()[:, 0] for choice in columns]
         for row in range(0, length, _ROWS):
             own = place[row : row + _ROWS]
-            weight = ((q[0, head, own].float() @ k[0, head // group].float().T) * scale - lse[0, head, own, None]).exp()
-            weight = weight.masked_fill(place[None, :] > own[:, None], 0.0)
+            weight = probabilities(q[:, head, own], k[:, head // group], lse[:, head, own], own, scale)[0]
             source = own[:, None] - place[None, :]
             skewed = weight.gather(1, source.clamp(min=0)).masked_fill(source < 0, 0.0)
             total = weight @ kept + skewed @ along

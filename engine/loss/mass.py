@@ -34,7 +34,7 @@ def missed_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tens
 
     Exact for every row at any length: the sparse sum of exponentials over the dense one is the captured mass.
     """
-    missed = -torch.expm1(lse_sparse.float() - lse_dense.float())
+    missed = -torch.expm1(lse_sparse - lse_dense)
     return torch.where(torch.isneginf(lse_dense), 0.0, missed).clamp(0.0, 1.0) + 0.0  # never -0
 
 
@@ -88,7 +88,9 @@ def pooled_map(
     index: Index | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Exact sum of probability per tile, float32 [B, Hq, rows, cols]; of the computed cells alone with an index.
+    """Exact sum of probability per tile, [B, Hq, rows, cols]; of the computed cells alone with an index.
+
+    float32, from the reference float64.
 
     `rows` and `cols` are half-open spans of own positions (everything by default) cut into `shape` tiles; tile
     `a` of `p` starts at `first + (stop - first) * a // p`. Memory does not grow with the number of cells.
@@ -98,7 +100,7 @@ def pooled_map(
     rows, cols = _span("rows", rows, k), _span("cols", cols, k)
     shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
     layout = index.computed if index is not None else None
-    backend = backends.choose(impl, q)
+    backend = backends.choose(impl, q, layout)
     return backend.pooled(q, k, lse_dense, shapes.check_scale(scale, q), first, rows, cols, shape, layout)
 
 
@@ -114,7 +116,7 @@ def coverage_map(
     rows = rows if rows is not None else (0, layout.kv_len)
     cols = cols if cols is not None else (0, layout.kv_len)
     shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
-    return backends.choose("auto", layout.windows).coverage(layout, rows, cols, shape)
+    return backends.for_layout(layout).coverage(layout, rows, cols, shape)
 
 
 def profiles(
@@ -126,7 +128,8 @@ def profiles(
     starts: shapes.Starts = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact probability per column and per distance, over all rows: two float32 [B, Hq, T]."""
+    """Exact probability per column and per distance, over all rows: two [B, Hq, T] in float32, from the reference
+    in float64."""
     shapes.check_qk(q, k)
     backend = backends.choose(impl, q)
     return backend.sums(q, k, lse_dense, shapes.check_scale(scale, q), shapes.check_starts(starts, q, k))

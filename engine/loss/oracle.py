@@ -19,6 +19,7 @@ import torch
 from headscope.engine.attend.index import Index
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.diagonals import by_distance
+from headscope.kernels.torch.probabilities import probabilities
 
 _CELLS = 2**24
 """Probabilities formed for one head: 64 MiB. Longer prompts are judged on evenly spread rows."""
@@ -59,10 +60,8 @@ def loss_split(
     rows = _rows(first, length, q.device)
     local = rows - layout.first_row[sequence]
     key_head = head // (q.shape[1] // k.shape[1])
-    scores = (q[sequence, head, local].float() @ k[sequence, key_head, start:].float().T) * index.scale
-    weight = (scores - lse_dense[sequence, head, local, None]).exp()
-    future = torch.arange(length, device=q.device)[None, :] > rows[:, None]
-    weight = weight.masked_fill(future, 0.0)
+    queries, keys = q[sequence, head, local][None], k[sequence, key_head, start:][None]
+    weight = probabilities(queries, keys, lse_dense[sequence, head, local][None], rows, index.scale)[0]
     number = sequence * layout.heads + head
     requested = _cells(index, number, rows, length, requested=True)
     computed = _cells(index, number, rows, length, requested=False)

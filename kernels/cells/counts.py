@@ -51,16 +51,16 @@ def causal_pairs(layout: Layout) -> torch.Tensor:
 def areas(layout: Layout) -> Areas:
     """The four areas of every head."""
     table = membership.tables(layout)
-    found = []
+    per_sequence = []
     for span in _spans(layout):
         if span is None:
-            found.append((_none(layout),) * 4)
+            per_sequence.append((_none(layout),) * 4)
             continue
         block, column = _kept(layout, table, span)
         tiles = (_tiles(layout, span, layout.windows[span.heads].long()), _bands(layout, span), _blocks(layout, span))
         area, padding = (torch.stack(part).sum(0) for part in zip(*tiles, strict=True))
-        found.append((block, column, area - block - padding, padding))
-    return Areas(*(torch.stack(part) for part in zip(*found, strict=True)))
+        per_sequence.append((block, column, area - block - padding, padding))
+    return Areas(*(torch.stack(part) for part in zip(*per_sequence, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from headscope.engine.attend.index import Index
 from headscope.engine.loss import mass
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.layout import Layout
+from headscope.kernels.torch.probabilities import at_least_float32, probabilities
 
 WORST_ROWS = 192
 """Rows, those that miss most, that are searched for the largest missed cells."""
@@ -158,13 +159,12 @@ def _rows_of(
     table = membership.tables(layout)
     length = k.shape[2]
     first = length - q.shape[2]
-    keys, columns = k[0, 0].float(), torch.arange(length, device=k.device)
+    keys, columns = at_least_float32(k[0, :1]), torch.arange(length, device=k.device)
 
     def missed(own: torch.Tensor) -> torch.Tensor:
         own = own.to(k.device)
         local = own - first
-        weight = ((q[0, 0, local].float() @ keys.T) * scale - lse[0, 0, local, None].float()).exp_()
-        weight = weight.masked_fill_(columns[None, :] > own[:, None], 0.0)
+        weight = probabilities(q[0, :1, local], keys, lse[0, :1, local], own, scale)[0]
         return weight.masked_fill_(membership.cells(layout, table, slice(0, 1), own, columns)[0], 0.0)
 
     return missed
