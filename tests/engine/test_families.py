@@ -242,7 +242,7 @@ def test_a_cost_model_of_before_predicts_a_later_family_as_the_one_it_names() ->
 def test_a_cost_model_with_a_broken_extra_family_is_refused() -> None:
     value = CostModel.load(OLD_SEARCH / "cost-model.json").to_dict()
     value["heads"]["later-shape"] = {"layer": 0.0}
-    with pytest.raises(ConfigError, match="heads.later-shape lacks the field 'fixed'"):
+    with pytest.raises(ConfigError, match=r"heads.later-shape lacks the field 'fixed'"):
         CostModel.from_dict(value, "file")
 
 
