@@ -20,7 +20,7 @@ FORBIDDEN = {
     "studio": {"triton", "transformers", "headscope.pages"},
     "pages": {"triton", "transformers"},
 }
-MAY_IMPORT_TRANSFORMERS = {"model/load.py", "model/apply.py", "runs/capture.py"}
+MAY_IMPORT_TRANSFORMERS = {"model/load.py", "model/hook.py", "model/masks.py", "runs/capture.py"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from headscope.engine.base.errors import ModelError
+
 FULL = "full_attention"
 
 
@@ -46,22 +48,62 @@ class ModelFacts:
 
 
 def facts_of(model: Any, name: str = "", load_format: str = "") -> ModelFacts:
-    """Facts of a transformers causal language model (not of its weights' dtype or place)."""
+    """Facts of a transformers causal language model (not of its weights' dtype or place).
+
+    ModelError for a model without attention heads, such as a recurrent one.
+    """
+    model = uncompiled(model)
     config = text_config(model)
-    layers = int(config.num_hidden_layers)
-    query_heads = int(config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    layers = _number(config, "num_hidden_layers")
+    heads = query_heads(model)
+    if not layers or not heads:
+        raise ModelError(f"{type(model).__name__} does not say how many layers and attention heads it has")
     shape: dict[str, Any] = {
         "architecture": type(model).__name__,
         "layers": layers,
-        "query_heads": query_heads,
-        "kv_heads": int(getattr(config, "num_key_value_heads", None) or query_heads),
-        "head_dim": int(head_dim),
+        "query_heads": heads,
+        "kv_heads": _number(config, "num_key_value_heads") or heads,
+        "head_dim": _head_dim(config, heads),
         "rope": _rope(config),
         "max_position": int(getattr(config, "max_position_embeddings", 0) or 0),
         "layer_types": _layer_types(config, layers),
     }
     return ModelFacts(**shape, fingerprint=_fingerprint(model, config, shape), load_format=load_format, name=name)
+
+
+def uncompiled(model: Any) -> Any:
+    """The model inside what `torch.compile` returned; any other model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def query_heads(model: Any) -> int:
+    """Query heads of a layer; the most that any has, where layers differ."""
+    return _number(text_config(model), "num_attention_heads")
+
+
+def _number(config: Any, name: str) -> int:
+    """A whole-number setting, 0 where there is none; the largest where layers differ."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:
+        value = None
+    if value is None and getattr(config, "is_heterogeneous", False):
+        layers = config.per_layer_config
+        value = max(getattr(layers[layer], name, None) or 0 for layer in range(config.num_hidden_layers))
+    return value if isinstance(value, int) else 0
+
+
+def _head_dim(config: Any, heads: int) -> int:
+    """Size of a query: the model's own word for it, with the rotary part where latent attention keeps that apart."""
+    latent = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
+    if latent and _number(config, "kv_lora_rank"):
+        return latent
+    return _number(config, "head_dim") or int(config.hidden_size) // heads
+
+
+def served_kind(kind: str) -> str:
+    """`full_attention` for every name of a layer with plain causal attention (beside recurrent states or not)."""
+    return FULL if kind in ("attention", "hybrid") else kind
 
 
 def text_config(model: Any) -> Any:
@@ -72,8 +114,10 @@ def text_config(model: Any) -> Any:
 
 def _rope(config: Any) -> dict[str, Any]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if FULL in parameters:  # one set per layer type
+    if FULL in parameters:  # one set per layer type; None where full-attention layers have no positions
         parameters = parameters[FULL]
+        if parameters is None:
+            return {"type": "none", "theta": 1.0, "scaling": {}}
     rest = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
     theta = parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     return {
@@ -92,13 +136,15 @@ def _plain(value: Any) -> Any:
 def _layer_types(config: Any, layers: int) -> tuple[str, ...]:
     named = getattr(config, "layer_types", None)
     if named:
-        return tuple(str(item) for item in named)
+        return tuple(served_kind(str(item)) for item in named)
     sliding = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     return ("sliding_attention" if sliding else FULL,) * layers
 
 
 def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
     """sha256 over the shape, the vocabulary and the replicated norms in bf16; see `ModelFacts`."""
+    if getattr(model, "_pp_stage", None) is not None:  # the norms of other stages are in other processes
+        return ""
     head = {**shape, "hidden_size": int(config.hidden_size), "vocab_size": int(config.vocab_size)}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):

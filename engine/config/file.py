@@ -158,6 +158,13 @@ class HeadConfig:
         )
         return cls(model, provenance or {}, TILES_VERSION, estimator or Estimator(), heads)
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers in which some head has a pattern other than dense, ascending."""
+        return tuple(
+            layer for layer, entries in enumerate(self.heads) if any(entry.pattern.kind != "dense" for entry in entries)
+        )
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadConfig:
         """Read a file; `ConfigError` with one sentence that names file and place if anything is not as it must be."""

@@ -1,6 +1,6 @@
 """What a layer must know about the rows of a call: where each sequence starts, and which head is which.
 
-Pure functions over tensors and integers; the hook in `headscope.engine.model.apply` calls them.
+Pure functions over tensors and integers; the hook in `headscope.engine.model.hook` calls them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import torch
 
 from headscope.engine.base.errors import ModelError
 
-PADDING, VALID, UNWRITTEN = 0, 1, 2
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -22,34 +20,16 @@ class Rows:
     kv_len: int
 
 
-def encode_mask(
-    batch: int, q_len: int, kv_len: int, q_offset: int, padding: torch.Tensor | None, device: torch.device | str
-) -> torch.Tensor | None:
-    """int8 [B, 1, 1, kv_len] with PADDING, VALID or UNWRITTEN per key slot; None when every slot is valid.
+def rows_behind(padding: torch.Tensor | None, batch: int, written: int) -> Rows:
+    """The rows of a causal call with `written` keys; `padding` [B, tokens] is true (or 1) where a token is real.
 
-    `padding` [B, seen tokens] is true (or 1) where a token is real. Slots from `q_offset + q_len` on belong to a
-    static cache that is not yet full.
+    ModelError when padding stands anywhere but on the left.
     """
-    written = min(int(q_offset) + q_len, kv_len)
-    if written == kv_len and (padding is None or bool(padding[:, :kv_len].all())):
-        return None
-    codes = torch.full((batch, kv_len), UNWRITTEN, dtype=torch.int8, device=device)
-    codes[:, :written] = VALID
-    if padding is not None:
-        known = min(written, padding.shape[-1])
-        codes[:, :known] = padding[:, :known].to(torch.int8).clamp(0, 1)
-    return codes[:, None, None, :]
-
-
-def decode_mask(codes: torch.Tensor | None, batch: int, kv_len: int) -> Rows:
-    """The rows behind a mask of `encode_mask`. ModelError when padding stands anywhere but on the left."""
-    if codes is None:
-        return Rows((0,) * batch, kv_len)
-    flat = codes[:, 0, 0, :].cpu()
-    if flat.shape[0] != batch:
-        flat = flat.expand(batch, -1)
-    written = int((flat[0] != UNWRITTEN).sum())
-    valid = flat[:, :written] == VALID
+    if padding is None:
+        return Rows((0,) * batch, written)
+    valid = padding[:, :written].cpu().bool().expand(batch, -1)
+    if valid.shape[1] < written:  # as the stock mask functions do: what the padding mask does not reach is padding
+        valid = torch.nn.functional.pad(valid, (0, written - valid.shape[1]))
     starts = tuple(int(row) for row in written - valid.sum(dim=1))
     for sequence, start in enumerate(starts):
         if not bool(valid[sequence, start:].all()):

@@ -21,7 +21,8 @@ from headscope.engine.base.errors import Cancelled, CaptureError, OptionError
 from headscope.engine.base.records import OpenRecord
 from headscope.engine.config.facts import FULL, ModelFacts
 from headscope.engine.config.file import HeadConfig
-from headscope.engine.model.apply import Call, Hook, SparsePrefill
+from headscope.engine.model.apply import SparsePrefill
+from headscope.engine.model.hook import Call, Hook
 from headscope.engine.prompts.tokens import check_ids
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def stream(
         if call.layer in wanted:
             if call.left:
                 raise CaptureError(f"layer {call.layer} cannot be captured ({call.left}): leave it out of --layers")
-            visit(call.layer, call.q, call.k, call.v, call.scale)
+            visit(call.layer, call.q, call.k, call.wide_v, call.scale)
         if progress is not None:
             progress(call.layer + 1, loaded.facts.layers)
         if call.layer == last:

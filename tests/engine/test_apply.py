@@ -16,7 +16,7 @@ from headscope.engine.config.sets import ConfigSet, Member
 from headscope.engine.config.warnings import CalibrationWarning
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.model.modules import attention_modules
-from headscope.engine.model.rows import decode_mask, encode_mask, head_offset
+from headscope.engine.model.rows import Rows, head_offset, rows_behind
 
 EVERYTHING = VerticalSlash(vertical=4096, slash=4096)
 TIGHT = AShape(sink=1, window=4)
@@ -74,7 +74,9 @@ def test_layers_that_may_not_be_touched_stay_exact(make_tiny: Callable[..., Load
     loaded = make_tiny(family, **settings)
     ids = tokens(2, 40)
     before = logits(loaded, ids)
-    with apply(loaded, HeadConfig.uniform(loaded.facts, TIGHT)) as active:
+    with pytest.raises(ModelError, match="no layer that this config makes sparse can be served"):
+        apply(loaded, HeadConfig.uniform(loaded.facts, TIGHT))
+    with apply(loaded, HeadConfig.uniform(loaded.facts, Dense())) as active:
         during = logits(loaded, ids)
     assert set(active.left_alone) == {0, 1, 2}
     assert torch.equal(during, before)
@@ -129,7 +131,7 @@ def test_chunked_prefill_and_decode_equal_one_pass(tiny_llama: LoadedModel, patt
     ids = tokens(1, 50)
     config = HeadConfig.uniform(tiny_llama.facts, pattern)
     argument = _cache_argument(model)
-    with apply(tiny_llama, config), torch.no_grad():
+    with apply(tiny_llama, config, prefill_from=2), torch.no_grad():
         whole = logits(tiny_llama, ids)
         cache = StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
         parts = [
@@ -304,14 +306,12 @@ def test_head_offset_refuses_what_cannot_be(local: int, total: int, rank: int) -
         head_offset(local, total, rank)
 
 
-def test_masks_round_trip() -> None:
+def test_rows_behind_padding() -> None:
     padding = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    codes = encode_mask(2, 2, 6, 2, padding, "cpu")
-    assert codes is not None and codes.dtype == torch.int8 and codes.shape == (2, 1, 1, 6)
-    rows = decode_mask(codes, 2, 6)
-    assert rows.starts == (0, 2) and rows.kv_len == 4
-    assert encode_mask(2, 4, 4, 0, torch.ones(2, 4), "cpu") is None
-    assert decode_mask(None, 2, 7).starts == (0, 0)
+    assert rows_behind(padding, 2, 4) == Rows((0, 2), 4)
+    assert rows_behind(None, 2, 7) == Rows((0, 0), 7)
+    with pytest.raises(ModelError, match="padding_side"):
+        rows_behind(padding, 2, 5)
 
 
 def _cache_argument(model: Any) -> str:

@@ -1,0 +1,139 @@
+"""Every causal-LM type of transformers that builds tiny: served right, left alone rightly, or refused in one sentence.
+
+`HEADSCOPE_FAMILIES_TABLE=FILE` makes the last test write what became of each type, as the table in engine/README.md.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+from tests.helpers.family_sweep import Outcome, sweep
+from tests.helpers.tiny_families import tiny_model
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 60
+BASES = ("sdpa", "eager")
+
+NOT_BUILT = {
+    "blt": "one byte-level step takes half a minute even when tiny",
+    "dbrx": "its default config lacks the RoPE base that its model reads",
+    "dory": "its layer counts must agree in four places",
+    "dots3_note": "its head sizes must agree in three places",
+    "dots3_note_text": "its head sizes must agree in three places",
+    "gemma3n": "needs timm",
+    "gemma3n_text": "shares caches between layers that a tiny model does not have",
+    "gemma4_assistant": "drafts for another model only",
+    "gemma4_unified_assistant": "drafts for another model only",
+    "hrm_text": "counts its cached layers twice",
+    "longcat_flash": "its head sizes must agree in three places",
+    "musicgen": "has no text config of its own",
+    "musicgen_melody": "has no text config of its own",
+    "qwen4_exp": "its default config lacks the sizes of its sparse layers",
+    "qwen4_exp_text": "its default config lacks the sizes of its sparse layers",
+    "reformer": "is no decoder by default",
+    "xlstm": "its default sizes depend on each other",
+    "zamba2": "numbers its shared blocks in a way that a tiny model does not have",
+    "xmod": "needs a language to be set",
+}
+"""Types whose stock model cannot be built or run tiny from its default config, with the reason."""
+
+OUTCOMES: dict[str, dict[str, Outcome]] = defaultdict(dict)
+
+
+def types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", types())
+def test_type(name: str, base: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if name in NOT_BUILT:
+        pytest.skip(NOT_BUILT[name])
+    torch.set_num_threads(1)
+    with limited(SECONDS):
+        try:
+            model = tiny_model(CONFIG_MAPPING[name], base)
+        except ValueError as error:
+            if base == "sdpa" and "scaled_dot_product_attention" in str(error):
+                pytest.skip("has no SDPA attention")
+            raise
+        outcome = sweep(model, base)
+    OUTCOMES[name][base] = outcome
+    assert outcome.refused or outcome.served or outcome.left, "no layer was met"
+
+
+def test_nothing_is_skipped_without_need() -> None:
+    assert set(NOT_BUILT) <= set(types())
+
+
+def test_write_the_table() -> None:
+    target = os.environ.get("HEADSCOPE_FAMILIES_TABLE")
+    if not target:
+        pytest.skip("HEADSCOPE_FAMILIES_TABLE names no file")
+    Path(target).write_text(table(), encoding="utf-8")
+
+
+def table() -> str:
+    """Markdown: types with one outcome share a row; served, partly served, left alone, refused, not built."""
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in types():
+        if name in NOT_BUILT:
+            rows["not tried", NOT_BUILT[name]].append(name)
+            continue
+        outcomes = OUTCOMES[name]
+        outcome = outcomes.get("sdpa") or outcomes.get("eager")
+        if outcome is None:
+            continue
+        rows[_described(outcome)].append(name)
+    order = ("served", "partly served", "left alone", "refused", "not tried")
+    lines = ["| outcome | types | why |", "| --- | --- | --- |"]
+    for (what, why), names in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), -len(row[1]))):
+        lines.append(f"| {what} | {', '.join(names)} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _described(outcome: Outcome) -> tuple[str, str]:
+    if outcome.refused:
+        return "refused", _without_class(outcome.refused)
+    reasons = sorted(set((outcome.left or {}).values()))
+    if len(outcome.served) < outcome.layers and not reasons:
+        reasons = ["layers without attention"]
+    elif outcome.served and len(outcome.served) + len(outcome.left or {}) < outcome.layers:
+        reasons.append("layers without attention")
+    if not outcome.served:
+        return "left alone", "; ".join(reasons)
+    return ("partly served", "; ".join(reasons)) if reasons else ("served", "every layer")
+
+
+def _without_class(sentence: str) -> str:
+    words = [list(group) for _, group in groupby(sentence.split(), key=lambda word: "For" in word or "LMHead" in word)]
+    return " ".join("it" if "For" in group[0] or "LMHead" in group[0] else " ".join(group) for group in words)
