@@ -12,7 +12,6 @@ import torch
 
 from headscope.engine import Dense, build_index, dense_attention
 from headscope.kernels.cells import reference
-from headscope.studio.base.words import percent
 from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, parts, toy
 
@@ -112,7 +111,7 @@ def show(theme: Theme) -> None:
         parts.numbers(
             ("cells the engine counts", f"{found.cells:,}", "Query-key pairs with key ≤ query"),
             ("n (n + 1) / 2", f"{found.formula_cells:,}", ""),
-            (f"row {found.row} adds up to", percent(float(found.weights[found.row].sum())), ""),
+            (f"row {found.row} adds up to", f"{found.weights[found.row].sum():.3f}", ""),
             ("LSE of the row", f"{found.lse:.3f}", "Logarithm of the softmax's denominator; chapter 8 uses it"),
         )
         parts.picture(
