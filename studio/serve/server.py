@@ -86,13 +86,14 @@ async def _ready(_: st.App) -> AsyncIterator[None]:
 def warm() -> None:
     """Imports what the first page would import: chapters, what streamlit takes to show them, and plotly's parts."""
     from headscope.studio.charts.theme import LIGHT
-    from headscope.studio.lessons import dense
-    from headscope.studio.lessons.chapters import CHAPTERS
+    from headscope.studio.lessons.chapters import dense
+    from headscope.studio.lessons.contents import CHAPTERS
+    from headscope.studio.lessons.maths.dense import lesson
 
     import_module("pandas")
     for chapter in CHAPTERS:
-        import_module(f"headscope.studio.lessons.{chapter.module}")
-    dense.draw_map(dense.lesson(8, 7, 1.0), LIGHT).to_json()
+        import_module(f"headscope.studio.lessons.chapters.{chapter.module}")
+    dense.draw_map(lesson(8, 7, 1.0), LIGHT).to_json()
 
 
 def _leave_by_signals() -> None:

@@ -11,9 +11,9 @@ import streamlit as st
 
 from headscope.studio.charts.theme import GLYPHS, Theme
 from headscope.studio.lessons import figures, parts
-from headscope.studio.lessons import vertical_slash as maths
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.lessons.vertical_slash import COLUMNS, DISTANCES, GIVEN, ROW, N, VerticalSlashLesson
+from headscope.studio.lessons.maths import vertical_slash as maths
+from headscope.studio.lessons.maths.vertical_slash import COLUMNS, DISTANCES, GIVEN, ROW, N, VerticalSlashLesson
 
 CHART = "vslash-cells"
 BELOW, BESIDE = N, -1
