@@ -1,8 +1,8 @@
 """Keeps other pages out of the app, and the app out of theirs.
 
-Streamlit checks the names that it is called by and where a web socket comes from, but only for web sockets, and an
-origin that it does not know makes it look up this machine's public address on the internet, inside the event loop.
-So what is not of this server's own pages is refused before Streamlit sees it.
+Streamlit checks the name that it is called by and where a request comes from for web sockets only, and an origin that
+it does not know makes it look up this machine's public address on the internet, inside the event loop. So what is not
+of this server's own pages is refused before Streamlit sees it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
@@ -46,7 +45,8 @@ frame and plotly write scripts and styles into the page, so these cannot be forb
 
 
 class OwnPagesOnly:
-    """Refuses requests that a page of another server makes, and adds `HEADERS` to every answer."""
+    """Refuses requests that come under a foreign name or from a page of another server, and adds `HEADERS` to every
+    answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -55,7 +55,7 @@ class OwnPagesOnly:
         """Answers one request (ASGI)."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
-        elif _foreign(Headers(scope=scope)):
+        elif not _own(Headers(scope=scope)):
             if scope["type"] == "websocket":
                 await WebSocketClose(1008, "Only this server's own pages may connect.")(scope, receive, send)
             else:
@@ -65,10 +65,13 @@ class OwnPagesOnly:
             await self.app(scope, receive, _with_headers(send))
 
 
-def _foreign(headers: Headers) -> bool:
-    """Whether a browser says that the request comes from a page of another server."""
-    origin = headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+def _own(headers: Headers) -> bool:
+    """Whether a request names this server, and is no browser's for another server's page."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    try:
+        return urlsplit(f"//{host}").hostname in HOSTS and (origin is None or urlsplit(origin).netloc == host)
+    except ValueError:  # no address at all
+        return False
 
 
 def _with_headers(send: Send) -> Send:
@@ -86,7 +89,4 @@ def _add(message: MutableMapping[str, Any]) -> None:
         headers.setdefault(name, value)
 
 
-MIDDLEWARE = (
-    Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False),
-    Middleware(OwnPagesOnly),
-)
+MIDDLEWARE = (Middleware(OwnPagesOnly),)

@@ -127,6 +127,15 @@ def test_a_foreign_page_is_refused_before_streamlit_sees_it(kind: str, origin: s
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize("host", ["", "example.org:8501", "127.0.0.1.example.org", "[::", "user@example.org"])
+def test_a_name_that_is_not_ours_is_refused(kind: str, host: str) -> None:
+    """A foreign page whose own name was made to lead here (DNS rebinding) has an origin of that name too."""
+    reached, _ = ask(kind, host=host, origin=f"http://{host}")
+    assert not reached
+    assert not ask(kind, host=host)[0]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
 @pytest.mark.parametrize("headers", [{}, {"origin": "http://localhost:8501"}])
 def test_our_own_pages_and_programs_get_in(kind: str, headers: dict[str, str]) -> None:
     reached, sent = ask(kind, host="localhost:8501", **headers)
@@ -170,6 +179,21 @@ class Server:
         except HTTPError as refusal:
             return refusal
 
+    def socket_status(self, host: str, origin: str) -> int:
+        """What a page of `origin` is answered that opens a web socket to `host`, a name of this server or not."""
+        lines = (
+            "GET /_stcore/stream HTTP/1.1",
+            f"Host: {host}:{self.port}",
+            f"Origin: {origin}",
+            "Connection: Upgrade",
+            "Upgrade: websocket",
+            "Sec-WebSocket-Version: 13",
+            "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+        )
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+            connection.sendall("\r\n".join((*lines, "", "")).encode())
+            return int(connection.recv(64).split()[1])
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
@@ -187,8 +211,14 @@ def test_the_server_knows_its_names_and_ends_on_term(server: Server) -> None:
     page = server.get("/learn")
     assert page.status == 200 and page.headers["X-Frame-Options"] == "SAMEORIGIN"
     assert "frame-ancestors 'self'" in page.headers["Content-Security-Policy"]
-    assert server.get("/_stcore/health", Host=f"rebound.example.org:{server.port}").status == 400
+    assert server.get("/_stcore/health", Host=f"rebound.example.org:{server.port}").status == 403
     assert server.get("/_stcore/health", Origin="http://example.org").status == 403
+    own = f"http://localhost:{server.port}"
+    assert server.socket_status("localhost", own) == 101
+    assert server.socket_status("localhost", "http://example.org") == 403
+    assert server.socket_status("localhost", "http://localhost:1") == 403
+    rebound = "rebound.example.org"
+    assert server.socket_status(rebound, f"http://{rebound}:{server.port}") == 403
     _ends(server, signal.SIGTERM, 128 + signal.SIGTERM)
     assert server.log.read_text() == f"headscope studio: http://127.0.0.1:{server.port}  (Ctrl+C ends it)\n"
 
