@@ -10,6 +10,7 @@ works in, and it outranks a person's own file; it reads none of their STREAMLIT_
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -40,10 +41,14 @@ OPEN_REQUESTS_S = 3
 END_S = 10
 """How long anything else may: the worker's thread, a database that writes its last pages."""
 
+_ended_by: list[int] = []
+"""The signal that ended this process, once it did."""
+
 
 def main(port: int) -> None:
     """Serves until a signal ends it."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))  # an import is not to be broken off
+    atexit.register(_end)  # what is registered first runs last
     os.chdir(ROOT)
     import uvicorn
 
@@ -114,11 +119,21 @@ def _leave_by_signals() -> None:
 
 def _leave(number: int, _: FrameType | None) -> None:
     """Ends with what a shell gives a program that the signal ended, in `END_S` at most."""
+    _ended_by.append(number)
     code = 128 + number
     watch = threading.Timer(END_S, os._exit, (code,))
     watch.daemon = True
     watch.start()
     sys.exit(code)
+
+
+def _end() -> None:
+    """Leaves when all else that runs at exit has run. Python would now take down its threads, and abort where the
+    worker's is inside a kernel."""
+    if _ended_by:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + _ended_by[0])
 
 
 if __name__ == "__main__":

@@ -160,12 +160,13 @@ def test_our_own_pages_and_programs_get_in(kind: str, headers: dict[str, str]) -
 class Server:
     """`headscope studio` as a person starts it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: str = "") -> None:
         self.port = free_port()
         self.log = folder / "server.log"
+        command = ["-m", "headscope.engine.cli.main", "studio", "--port", str(self.port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "headscope.engine.cli.main", "studio", "--port", str(self.port)],
+                [sys.executable, *(["-c", program.replace("PORT", str(self.port))] if program else command)],
                 cwd=folder,
                 env=os.environ | {"HEADSCOPE_DB": str(folder / "studio.duckdb")},
                 stdout=log,
@@ -242,6 +243,32 @@ def test_the_server_knows_its_names_and_ends_on_term(server: Server) -> None:
 def test_other_signals_end_it_too(server: Server, number: int, code: int) -> None:
     server.wait()
     _ends(server, number, code)
+
+
+_AT_WORK = """
+import threading, torch
+from headscope.studio.serve import server
+
+def multiply():
+    x = torch.randn(2000, 2000)
+    while True:
+        torch.softmax(x @ x, 1)
+
+threading.Thread(target=multiply, daemon=True).start()
+server.main(PORT)
+"""
+
+
+@pytest.mark.slow
+def test_it_ends_while_the_device_is_at_work(tmp_path: Path) -> None:
+    """Python aborts when it takes down a thread that is inside a kernel."""
+    server = Server(tmp_path, _AT_WORK)
+    try:
+        server.wait()
+        _ends(server, signal.SIGTERM, 128 + signal.SIGTERM)
+        assert server.log.read_text() == ""
+    finally:
+        server.process.kill()
 
 
 def _ends(server: Server, number: int, code: int) -> None:
