@@ -11,11 +11,11 @@ from headscope.engine import Estimator
 from headscope.studio.base.words import percent
 from headscope.studio.charts import charts
 from headscope.studio.charts.theme import Theme
-from headscope.studio.lessons import estimator as maths
 from headscope.studio.lessons import figures, parts
-from headscope.studio.lessons.estimator import EARLY_KEY, EARLY_ROW, EARLY_SCORE, EstimatorLesson
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.lessons.toy import Head
+from headscope.studio.lessons.maths import estimator as maths
+from headscope.studio.lessons.maths.estimator import EARLY_KEY, EARLY_ROW, EARLY_SCORE, EstimatorLesson
+from headscope.studio.lessons.maths.toy import Head
 
 
 def names(theme: Theme) -> tuple[Kind, ...]:

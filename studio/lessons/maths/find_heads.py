@@ -4,7 +4,7 @@ Every head is measured under the three patterns at equal cells, on two prompts. 
 cells (its blocks are the coarsest), then the A-shape's window and the budgets of vertical-slash are widened as
 far as they stay within it. Tiles are left out (`tile=1`): the question is the shape, not the kernel.
 
-    python -m headscope.studio.lessons.find_heads --out heads.json
+    python -m headscope.studio.lessons.maths.find_heads --out heads.json
 """
 
 from __future__ import annotations

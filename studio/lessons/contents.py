@@ -26,10 +26,10 @@ CHAPTERS = tuple(
         (
             ("Dense", "Dense causal attention", "dense"),
             ("A-shape", "A-shape: the beginning and the neighbourhood", "a_shape"),
-            ("Vertical-slash", "Vertical-slash: columns and distances", "vertical_slash_page"),
+            ("Vertical-slash", "Vertical-slash: columns and distances", "vertical_slash"),
             ("Blocks", "Block-sparse: squares of rows and keys", "blocks"),
             ("Online softmax", "Online softmax: one answer from many tiles", "online_softmax"),
-            ("Estimator", "The estimator, and what it misses", "estimator_page"),
+            ("Estimator", "The estimator, and what it misses", "estimator"),
             ("Tiles", "Tiles: asked for, and computed", "tiles"),
             ("Missed mass", "Missed mass, from two numbers a row", "missed_mass"),
             ("Time", "Where the time goes", "time_split"),
@@ -62,7 +62,7 @@ def show() -> None:
     )
     chapter = CHAPTERS[number - 1]
     st.header(f"{number} · {chapter.title}", anchor=False, divider="gray")
-    import_module(f"headscope.studio.lessons.{chapter.module}").show(state.colours())
+    import_module(f"headscope.studio.lessons.chapters.{chapter.module}").show(state.colours())
     with st.container(horizontal=True, horizontal_alignment="distribute"):
         for step, icon in ((-1, ":material/chevron_left:"), (1, ":material/chevron_right:")):
             at = number + step

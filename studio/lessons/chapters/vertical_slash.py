@@ -10,12 +10,12 @@ import polars as pl
 import streamlit as st
 
 from headscope.studio.charts.theme import GLYPHS, Theme
-from headscope.studio.lessons import chart, figures, parts
-from headscope.studio.lessons import vertical_slash as maths
+from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.lessons.vertical_slash import COLUMNS, DISTANCES, GIVEN, ROW, N, VerticalSlashLesson
+from headscope.studio.lessons.maths import vertical_slash as maths
+from headscope.studio.lessons.maths.vertical_slash import COLUMNS, DISTANCES, GIVEN, ROW, N, VerticalSlashLesson
 
-CHART = "learn-vslash-cells"
+CHART = "vslash-cells"
 BELOW, BESIDE = N, -1
 """Where the picture has its column buttons (a row below) and distance buttons (a column beside)."""
 
@@ -98,7 +98,7 @@ def draw_covers(covers: list[maths.Cover], classes: np.ndarray, theme: Theme) ->
 
 def toggle_from_click() -> None:
     """Turns a click on the picture into a changed column, distance or row."""
-    mark = chart.clicked(CHART)
+    mark = parts.clicked(CHART)
     if mark is None:
         return
     x, y = round(mark[0]), round(mark[1])
@@ -144,7 +144,7 @@ def show(theme: Theme) -> None:
         parts.legend(names(theme))
         parts.picture(
             draw_cells(found, theme),
-            "vslash-cells",
+            CHART,
             f"Columns {found.columns} and distances {found.distances}: {found.cells} cells; row {found.row} reads keys "
             f"{found.right.keys}.",
             lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in line] for line in found.classes.tolist()]),

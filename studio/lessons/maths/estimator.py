@@ -13,7 +13,7 @@ from headscope.engine.attend.index import Index
 from headscope.engine.loss import mass
 from headscope.kernels.cells import reference
 from headscope.kernels.torch import index as torch_index
-from headscope.studio.lessons import dense, toy
+from headscope.studio.lessons.maths import dense, toy
 
 PROXY = ((2.0, 0.5, 0.2, 0.1), (1.8, 0.4, 0.3, 0.2))
 """Eq. 12: scores of the last two rows at four keys."""

@@ -11,7 +11,7 @@ import torch
 from headscope.engine import AShape, Fixed, build_index, masked_attention, sparse_attention
 from headscope.engine.patterns.families import Pattern
 from headscope.kernels.cells import reference
-from headscope.studio.lessons import toy
+from headscope.studio.lessons.maths import toy
 
 N = 8
 ROW = 6
