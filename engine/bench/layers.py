@@ -18,7 +18,8 @@ import torch
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base.errors import OptionError
 from headscope.engine.bench import flex as bench_flex
-from headscope.engine.bench.cases import CASES, Case, Shape, clustered_layout, plant, random_qkv
+from headscope.engine.bench.cases import CASES, Case, clustered_layout, plant, random_qkv
+from headscope.engine.bench.shapes import Shape
 from headscope.engine.bench.timing import Timing, baseline, gate, interleaved, machine
 from headscope.engine.config.host import HostProfile
 from headscope.engine.loss import mass

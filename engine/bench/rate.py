@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headscope.engine.base.machine import hardware, versions
-from headscope.engine.bench.cases import SHAPES, Shape
+from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.search.cost import CostModel, fit
 from headscope.engine.search.grid import SAMPLING, default_grid
 from headscope.engine.search.measure import (

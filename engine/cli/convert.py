@@ -10,6 +10,8 @@ import typer
 
 from headscope.engine.base import files
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.cli.ending import nothing_begun
+from headscope.engine.cli.output import bar
 from headscope.engine.config import interop
 from headscope.engine.config.file import HeadConfig
 
@@ -56,6 +58,7 @@ def convert_file(
     lossy: bool = False,
 ) -> list[str]:
     """Convert a file and return notes for the person; `ConfigError` or `ModelError` with one sentence otherwise."""
+    files.check_writable(destination)
     value = files.read_json(source)
     form = from_ or interop.detect(value, str(source))
     if form == "headscope" and model is not None:
@@ -77,6 +80,7 @@ def convert_file(
 def _facts(model: str | None) -> Any:
     if model is None:
         return None
-    from headscope.engine.model.load import load_model
-
-    return load_model(model).facts
+    with nothing_begun():
+        from headscope.engine.model.load import load_model
+    with bar(f"loading {model}") as progress:
+        return load_model(model, progress=progress).facts

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -19,7 +20,7 @@ from urllib.request import Request, urlopen
 import torch
 from filelock import FileLock
 
-from headscope.engine.base.errors import ModelError, OptionError
+from headscope.engine.base.errors import ModelError, OptionError, UnusableModel
 from headscope.engine.config.facts import ModelFacts, facts_of
 from headscope.engine.model.packaged import PACKAGED, Progress, cache_dir, disk_errors, fetch, packaged
 
@@ -63,7 +64,7 @@ def load_model(
     """
     name = str(name_or_path)
     if not name.strip():
-        raise ModelError(f"no model is named: give a packaged model ({', '.join(PACKAGED)}), a folder or a hub id")
+        raise UnusableModel(f"no model is named: give a packaged model ({', '.join(PACKAGED)}), a folder or a hub id")
     place = _device(device)
     kind = _dtype(dtype, place)
     path = Path(name).expanduser()
@@ -73,7 +74,7 @@ def load_model(
         folder, gguf = _local(path)
         return _load(folder, gguf, name, "gguf" if gguf else "safetensors", kind, place)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
-        raise ModelError(
+        raise UnusableModel(
             f"there is no file or folder {name!r}: give a folder with config.json and safetensors or GGUF weights, "
             f"or a packaged model ({', '.join(PACKAGED)})"
         )
@@ -109,8 +110,10 @@ def _local(path: Path) -> tuple[Path, str | None]:
     """Folder and GGUF file name (None for safetensors) of a local model."""
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{str(path)!r} is no GGUF file: give a .gguf file or the folder of a model")
+            raise UnusableModel(f"{str(path)!r} is no GGUF file: give a .gguf file or the folder of a model")
         return path.parent, path.name
+    if not path.is_dir():
+        raise UnusableModel(f"{str(path)!r} is neither a file nor a folder: give a .gguf file or the folder of a model")
     names = sorted(item.name for item in path.iterdir())
     ggufs = [item for item in names if item.lower().endswith(".gguf")]
     if "config.json" in names and any(item.endswith(".safetensors") for item in names):
@@ -118,10 +121,12 @@ def _local(path: Path) -> tuple[Path, str | None]:
     if len(ggufs) == 1:
         return path, ggufs[0]
     if ggufs:
-        raise ModelError(f"{str(path)!r} holds {len(ggufs)} GGUF files: name one of them, such as {ggufs[0]}")
+        raise UnusableModel(f"{str(path)!r} holds {len(ggufs)} GGUF files: name one of them, such as {ggufs[0]}")
     if any(item.endswith((".bin", ".pt", ".pth", ".ckpt")) for item in names):
-        raise ModelError(f"{str(path)!r} holds pickled weights only, which can run code: convert them to safetensors")
-    raise ModelError(f"{str(path)!r} is no model: it needs config.json and *.safetensors, or one .gguf file")
+        raise UnusableModel(
+            f"{str(path)!r} holds pickled weights only, which can run code: convert them to safetensors"
+        )
+    raise UnusableModel(f"{str(path)!r} is no model: it needs config.json and *.safetensors, or one .gguf file")
 
 
 def _load(
@@ -237,7 +242,17 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, EOFError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        ImportError,
+        EOFError,
+        struct.error,
+        SafetensorError,
+    ) as error:
         causes = _causes(error)
         text = " ".join(str(cause) for cause in causes).lower()
         if any(isinstance(cause, GatedRepoError) for cause in causes) or "gated repo" in text:
@@ -246,7 +261,7 @@ def _explained(name: str) -> Iterator[None]:
                 "or give a local folder"
             ) from error
         if "trust_remote_code" in text or "custom code" in text:
-            raise ModelError(
+            raise UnusableModel(
                 f"the model {name!r} needs code of its own, which is never run: use a model of a family in transformers"
             ) from error
         if _unreachable(causes, text):
@@ -256,11 +271,11 @@ def _explained(name: str) -> Iterator[None]:
             ) from error
         missing = any(isinstance(cause, RepositoryNotFoundError) for cause in causes)
         if missing or "not a valid model identifier" in text or "repo id must" in text:
-            raise ModelError(
+            raise UnusableModel(
                 f"no model called {name!r} is known here or on the hub: give a packaged model "
                 f"({', '.join(PACKAGED)}), a local folder, or a hub id that you may read"
             ) from error
-        raise ModelError(
+        raise UnusableModel(
             f"{name!r} cannot be loaded as a causal language model ({_sentence(error)}): "
             "give a folder with config.json and intact safetensors or GGUF weights"
         ) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 
-from headscope.engine.base.errors import ModelError
+from headscope.engine.base.errors import ModelError, UnusableModel
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes expected."""
@@ -77,7 +77,7 @@ def cache_dir() -> Path:
 def packaged(name: str) -> PackagedModel:
     """The packaged model of that name, or ModelError with the names that exist."""
     if name not in PACKAGED:
-        raise ModelError(f"there is no packaged model called {name!r}: choose one of {', '.join(PACKAGED)}")
+        raise UnusableModel(f"there is no packaged model called {name!r}: choose one of {', '.join(PACKAGED)}")
     return PACKAGED[name]
 
 

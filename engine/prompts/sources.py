@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headscope.engine.base.errors import PromptError
-from headscope.engine.base.files import listing, read_bytes, read_json
+from headscope.engine.base.files import listing, printable, read_bytes, read_json
 from headscope.engine.base.places import ROOT
 
 FOLDER = ROOT / "sample_prompts"
@@ -122,7 +122,7 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, str]:
         raise PromptError(f"Could not read the folder {home}: {problem.strerror}.") from problem
     if not paths:
         raise PromptError(f"{home} holds no .txt files.")
-    return {path.name: read_prompt(path) for path in paths}
+    return {printable(path.name): read_prompt(path) for path in paths}
 
 
 def checked_text(raw: bytes, name: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headscope.engine.base.errors import ModelError, PromptError
+from headscope.engine.base.errors import PromptError, UnusableModel
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
@@ -24,11 +24,11 @@ def encode(loaded: LoadedModel, text: str, template: bool | None = None) -> torc
     the text or it exceeds the model's positions, ModelError when the model has no tokenizer or no template.
     """
     if loaded.tokenizer is None:
-        raise ModelError(f"{loaded.name} has no tokenizer: add its tokenizer files to the folder")
+        raise UnusableModel(f"{loaded.name} has no tokenizer: add its tokenizer files to the folder")
     if not text.strip():
         raise PromptError("the prompt is empty or blank: give at least a word")
     if template and not has_template(loaded):
-        raise ModelError(f"{loaded.name} has no chat template: use --no-template")
+        raise UnusableModel(f"{loaded.name} has no chat template: use --no-template")
     if template or (template is None and has_template(loaded)):
         turns = [{"role": "user", "content": text}]
         text = loaded.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

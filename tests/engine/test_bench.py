@@ -18,9 +18,10 @@ from headscope.engine.bench import decoder as bench_decoder
 from headscope.engine.bench import flex as bench_flex
 from headscope.engine.bench import layers as bench
 from headscope.engine.bench import prefill as bench_prefill
-from headscope.engine.bench.cases import CASES, SHAPES, Case, Shape, clustered_layout, planted_layout
+from headscope.engine.bench.cases import CASES, Case, clustered_layout, planted_layout
 from headscope.engine.bench.decoder import ModelShape
 from headscope.engine.bench.prefill import Setting, run_prefill, uniform
+from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.bench.timing import Timing, gate
 from headscope.engine.cli.bench import bench as command
 from headscope.engine.config.host import HostProfile

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.bench.cases import SHAPES, clustered_layout, random_qkv
+from headscope.engine.bench.cases import clustered_layout, random_qkv
+from headscope.engine.bench.shapes import SHAPES
 from headscope.kernels.cells import membership, reference
 from headscope.kernels.cells.layout import Layout
 from headscope.kernels.cells.plan import HeadPlan
