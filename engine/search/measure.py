@@ -70,12 +70,15 @@ class SearchError(HeadscopeError):
 
 @dataclass(frozen=True)
 class SearchPrompt:
-    """A calibration prompt. `ids` are its token ids, `sha256` that of its text, `kind` such as prose or code."""
+    """A calibration prompt as a run folder keeps it, without its text: `ids` are its token ids, `sha256` that of the
+    text, `kind` such as prose or code, `chat_template` whether it stands in one (None where that is not known).
+    """
 
     name: str
     kind: str
     ids: tuple[int, ...]
     sha256: str
+    chat_template: bool | None = None
 
     @property
     def key(self) -> str:
@@ -84,7 +87,15 @@ class SearchPrompt:
 
     def to_dict(self) -> dict[str, Any]:
         """What provenance keeps; never the text."""
-        return {"name": self.name, "sha256": self.sha256, "tokens": len(self.ids), "kind": self.kind, "key": self.key}
+        known = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "sha256": self.sha256,
+            "tokens": len(self.ids),
+            **known,
+            "key": self.key,
+        }
 
 
 class Source(Protocol):
@@ -165,7 +176,8 @@ def read_prompt(folder: Path, key: str) -> SearchPrompt | None:
     value = files.read_json(path, SearchError)
     try:
         about = value["prompt"]
-        prompt = SearchPrompt(about["name"], about["kind"], tuple(int(x) for x in value["ids"]), about["sha256"])
+        ids = tuple(int(x) for x in value["ids"])
+        prompt = SearchPrompt(about["name"], about["kind"], ids, about["sha256"], about.get("chat_template"))
         found = prompt.key
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as problem:
         raise SearchError(f"{path} is no prompt of a search; delete it and run the search again.") from problem
