@@ -90,7 +90,7 @@ def bench(
     asked = None if lengths is None else parse_lengths("--lengths", lengths)
     batches = parse_lengths("--batch", batch)
     wanted = None if layers is None else parse_layers(layers)
-    cli_output.check_outputs(json=json_file)
+    cli_output.check_outputs(json=json_file, host=_host_path() if host_profile else None)
     given = None if prompt is None else read_given(prompt)
     with nothing_begun():
         import torch
@@ -127,6 +127,12 @@ def bench(
     if host_profile:
         path = benching.host_profile(report).save()
         cli_output.note(f"Wrote {path}: dense below {report.dense_below} tokens per batch size.")
+
+
+def _host_path() -> Path:
+    from headscope.engine.config.host import default_path
+
+    return default_path()
 
 
 def _check_together(

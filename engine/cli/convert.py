@@ -12,8 +12,6 @@ from headscope.engine.base import files
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.cli.ending import nothing_begun
 from headscope.engine.cli.output import bar
-from headscope.engine.config import interop
-from headscope.engine.config.file import HeadConfig
 
 
 class Target(StrEnum):
@@ -58,6 +56,9 @@ def convert_file(
     lossy: bool = False,
 ) -> list[str]:
     """Convert a file and return notes for the person; `ConfigError` or `ModelError` with one sentence otherwise."""
+    from headscope.engine.config import interop
+    from headscope.engine.config.file import HeadConfig
+
     files.check_writable(destination)
     value = files.read_json(source)
     form = from_ or interop.detect(value, str(source))

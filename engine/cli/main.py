@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from headscope.engine.base.errors import ConfigMismatch, HeadscopeError, Interrupted
 from headscope.engine.cli.ending import nothing_begun, tell, writable_streams
 
-COMMANDS = ("fetch", "inspect", "check", "generate", "search", "evaluate", "prompt", "bench", "convert")
+COMMANDS = ("fetch", "inspect", "check", "generate", "search", "evaluate", "prompt", "convert", "bench")
 """In the order of the help. Each is a module of this package with a function of its own name."""
 
 ENTRY_POINTS = "headscope.commands"

@@ -7,15 +7,18 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import torch
+from pydantic import Field
 
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import Cancelled, CaptureError, OptionError
+from headscope.engine.base.records import OpenRecord
 from headscope.engine.config.facts import FULL, ModelFacts
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.model.apply import Call, Hook, SparsePrefill
@@ -45,12 +48,21 @@ class Budget:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         places = {
             "device": free // 2 if self.device is None else self.device,
-            "host": _free_memory() // 2 if self.host is None else self.host,
+            "host": psutil.virtual_memory().available // 2 if self.host is None else self.host,
             "disk": shutil.disk_usage(tempfile.gettempdir()).free // 2 if self.disk is None else self.disk,
         }
         if device.type == "cpu":
             del places["device"]
         return places
+
+
+class _Facts(OpenRecord):
+    """What capture.json holds."""
+
+    model: str
+    fingerprint: str
+    tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    scales: dict[Annotated[str, Field(pattern=r"^[0-9]{1,5}$")], Annotated[float, Field(gt=0, lt=1e6)]]
 
 
 class _Enough(Exception):
@@ -124,8 +136,8 @@ def chosen_layers(facts: ModelFacts, layers: Iterable[int] | None) -> tuple[int,
 class Capture:
     """Captured layers of one prompt, each on the device, in host memory, or on disk.
 
-    `places` says where each layer lies, `storage` the slowest place in use. Use as a context manager, or `close()`
-    it, to free a temporary folder at once. `logits` are the last position's, float32 [vocabulary].
+    `places` says where each layer lies. Use as a context manager, or `close()` it, to free a temporary folder at once.
+    `logits` are the last position's, float32 [vocabulary].
     """
 
     def __init__(self, input_ids: torch.Tensor, logits: torch.Tensor | None, name: str, fingerprint: str) -> None:
@@ -147,11 +159,6 @@ class Capture:
     def tokens(self) -> int:
         return int(self.input_ids.shape[1])
 
-    @property
-    def storage(self) -> str:
-        used = set(self.places.values())
-        return next((place for place in ("disk", "host", "device") if place in used), "host")
-
     def describe_storage(self) -> str:
         """Such as `20 layers in host memory, 10 on disk`."""
         words = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
@@ -166,8 +173,11 @@ class Capture:
         if layer in self._held:
             return self._held[layer]
         assert self._folder is not None
-        parts = _read_tensors(self._folder / _layer_file(layer))
-        return parts["q"], parts["k"], parts["v"]
+        path = self._folder / _layer_file(layer)
+        q, k, v = (_read_tensors(path).get(name) for name in "qkv")
+        if q is None or k is None or v is None or not _fit_together(q, k, v, self.tokens):
+            raise CaptureError(f"{path} is damaged: it holds no queries, keys and values of {self.tokens} tokens")
+        return q, k, v
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes the capture to a folder, whole or not at all. An earlier capture there is replaced."""
@@ -201,17 +211,21 @@ class Capture:
         """A capture that `save` wrote; layers are read when asked for. CaptureError when it is none, or damaged."""
         source = Path(folder)
         facts = files.read_json(source / "capture.json", CaptureError)
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("scales"), dict):
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             raise CaptureError(f'{source} is no capture: its capture.json must say "format": "{FORMAT}"')
+        records.check(_Facts, facts, f"{source} is damaged:", CaptureError)
         rest = _read_tensors(source / "rest.safetensors")
-        if "input_ids" not in rest:
-            raise CaptureError(f"{source} is damaged: its token ids are missing, so capture the prompt again")
-        made = cls(rest["input_ids"], rest.get("logits"), str(facts.get("model")), str(facts.get("fingerprint")))
+        ids, logits = rest.get("input_ids"), rest.get("logits")
+        if ids is None or ids.dtype != torch.int64 or ids.shape != (1, facts["tokens"]):
+            raise CaptureError(f"{source} is damaged: it has no token ids [1, {facts['tokens']}]")
+        if logits is not None and (logits.ndim != 1 or not logits.is_floating_point()):
+            raise CaptureError(f"{source} is damaged: its logits are not one number for each entry of the vocabulary")
+        made = cls(ids, logits, facts["model"], facts["fingerprint"])
         made._folder = source
         for key, scale in facts["scales"].items():
-            layer = int(key) if key.isascii() and key.isdecimal() and len(key) < 6 else -1
-            if not isinstance(scale, float) or not (source / _layer_file(layer)).is_file():
-                raise CaptureError(f"{source} is damaged: layer {key[:20]} is missing, so capture the prompt again")
+            layer = int(key)
+            if not (source / _layer_file(layer)).is_file():
+                raise CaptureError(f"{source} is damaged: layer {layer} is missing, so capture the prompt again")
             made.places[layer] = "disk"
             made.scales[layer] = scale
         return made
@@ -299,6 +313,14 @@ def capture(
     return made
 
 
+def _fit_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int) -> bool:
+    """Whether these are q [1, Hq, S, D], k and v [1, Hkv, S, D] of one layer."""
+    shaped = q.ndim == k.ndim == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.is_floating_point()
+    if not shaped or not k.shape[1] or q.shape[1] % k.shape[1]:
+        return False
+    return q.shape[::2] == k.shape[::2] == (1, tokens) and q.shape[3] == k.shape[3]
+
+
 def _layer_file(layer: int) -> str:
     return f"layer-{layer:04d}.safetensors"
 
@@ -325,7 +347,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise CaptureError(f"could not read {path} ({error}): capture the prompt again") from error
 
 
@@ -336,12 +358,3 @@ def _disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CaptureError(f"could not {what} ({error.strerror or error}): choose another folder") from error
-
-
-def _free_memory() -> int:
-    """Bytes of host memory that can be had without swapping."""
-    with suppress(OSError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headscope.engine.base.errors import Cancelled, ModelError
 from headscope.engine.config.facts import text_config
-from headscope.engine.config.file import HeadConfig, HeadEntry
+from headscope.engine.config.file import HeadConfig
 from headscope.engine.model.apply import apply
 from headscope.engine.patterns.families import Dense
 from headscope.engine.prompts.retrieval import KINDS, RetrievalPrompt, is_answer, retrieval_grid
@@ -243,8 +243,8 @@ def _share(pairs: Sequence[tuple[bool, bool]], side: int) -> float:
 def only_layers(config: HeadConfig, layers: Iterable[int]) -> HeadConfig:
     """The config with every other layer dense."""
     kept = set(layers)
-    heads = tuple(row if layer in kept else (HeadEntry(Dense()),) * len(row) for layer, row in enumerate(config.heads))
-    return replace(config, heads=heads)
+    others = [(layer, row) for layer, row in enumerate(config.heads) if layer not in kept]
+    return config.with_heads({(layer, head): Dense() for layer, row in others for head in range(len(row))})
 
 
 def by_layer(

@@ -14,12 +14,14 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.base.records import Count, Finite, Milliseconds, Record
 from headscope.engine.patterns.families import Pattern
 from headscope.engine.search.grid import Grid
 from headscope.engine.search.measure import PromptResult
@@ -28,6 +30,35 @@ FORMAT = "headscope.cost-model/1"
 TILE_CELLS = 64 * 128
 FAMILIES = ("dense", "a-shape", "vertical-slash", "block-sparse")
 _PARTS = ("layer", "fixed", "keys", "tile")
+
+
+_Pair = Annotated[Sequence[Milliseconds], Field(min_length=2, max_length=2)]
+
+
+class _Head(Record):
+    layer: Milliseconds
+    fixed: Milliseconds
+    keys: Milliseconds
+    tile: Milliseconds
+
+
+class _Fit(Record):
+    samples: Count = 0
+    left_out: Count = 0
+    median_error: Finite = 0.0
+    p90_error: Finite = 0.0
+    mean_bias: Finite = 0.0
+    mixed_error: Finite = 0.0
+
+
+class _File(Record):
+    format: str
+    layer_ms: Milliseconds
+    heads: dict[str, _Head]
+    dense: _Pair
+    other: _Pair
+    machine: dict[str, Any] = Field(default_factory=dict)
+    fit: _Fit
 
 
 def dense_tiles(tokens: int) -> float:
@@ -68,13 +99,10 @@ class CostModel:
     fit: Fit = Fit()
 
     def __post_init__(self) -> None:
+        records.check(_File, {"format": FORMAT} | asdict(self), "", whole="the cost model")
         for family in FAMILIES:
-            entry = self.heads.get(family)
-            if not isinstance(entry, dict) or set(entry) != set(_PARTS):
+            if family not in self.heads:
                 raise ConfigError(f"a cost model needs {', '.join(_PARTS)} for {family}.")
-        numbers = [self.layer_ms, *self.dense, *self.other, *(x for e in self.heads.values() for x in e.values())]
-        if any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < 1e12 for x in numbers):
-            raise ConfigError("the coefficients of a cost model must be numbers of at least 0.")
 
     @property
     def unit(self) -> str:
@@ -113,14 +141,17 @@ class CostModel:
     @classmethod
     def from_dict(cls, value: Any, where: str) -> CostModel:
         """The model that `to_dict` wrote."""
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f'{where}: a cost model is a JSON object with "format": "{FORMAT}".')
-        rest = {name: entry for name, entry in value.items() if name != "format"}
+        records.check_format(value, FORMAT, f"{where}: a cost model")
+        records.check(_File, value, f"{where}:", whole=f"{where}: the cost model")
         try:
-            fit = Fit(**rest.pop("fit"))
-            return cls(**{**rest, "dense": tuple(rest["dense"]), "other": tuple(rest["other"]), "fit": fit})
-        except (KeyError, TypeError, AttributeError) as problem:
-            raise ConfigError(f"{where}: the cost model lacks a field or has an unknown one.") from problem
+            return cls(
+                value["layer_ms"],
+                value["heads"],
+                tuple(value["dense"]),
+                tuple(value["other"]),
+                value.get("machine", {}),
+                Fit(**value["fit"]),
+            )
         except ConfigError as problem:
             raise ConfigError(f"{where}: {problem}") from problem
 

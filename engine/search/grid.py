@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError, PromptError
+from headscope.engine.base.records import Record
 from headscope.engine.patterns.families import (
     AShape,
     BlockSparse,
@@ -36,6 +37,11 @@ the tail, whose choice does not change when a prompt is prefilled in chunks."""
 
 SIMPLICITY = {"dense": 0, "a-shape": 1, "vertical-slash": 2, "block-sparse": 3, "fixed": 4}
 """What a tie prefers: no index at all, then positions alone, then lists of lines, then lists of blocks."""
+
+
+class _File(Record):
+    format: str
+    candidates: list[Any]
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,7 @@ class Grid:
     @classmethod
     def from_list(cls, entries: Any, where: str = "grid") -> Grid:
         """The grid of a parsed list; `ConfigError` names the candidate and the field that is wrong."""
-        if not isinstance(entries, list):
-            raise ConfigError(f"{where}: candidates must be a list of patterns, got {type(entries).__name__}.")
+        records.check(list[Any], entries, f"{where}: candidates")
         made = []
         for number, entry in enumerate(entries):
             try:
@@ -104,12 +109,9 @@ class Grid:
     def load(cls, path: str | os.PathLike[str]) -> Grid:
         """Read a grid file."""
         value = files.read_json(path)
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f'{path}: a grid is a JSON object with "format": "{FORMAT}".')
-        unknown = sorted(set(value) - {"format", "candidates"})
-        if unknown:
-            raise ConfigError(f"{path}: a grid has no field {unknown[0][:60]!r}.")
-        return cls.from_list(value.get("candidates"), str(path))
+        records.check_format(value, FORMAT, f"{path}: a grid")
+        records.check(_File, value, f"{path}:", whole=f"{path}: the grid")
+        return cls.from_list(value["candidates"], str(path))
 
 
 def default_grid() -> Grid:

@@ -23,11 +23,12 @@ import torch
 from headscope.engine.attend.attention import sparse_attention
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.attend.index import build_index
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import Cancelled, HeadscopeError, PromptError
 from headscope.engine.base.heap import steady_heap
 from headscope.engine.loss.measure import LayerMeasurement, dense_pass, measure_heads, timed
 from headscope.engine.patterns.families import Pattern
+from headscope.engine.search import stored
 from headscope.engine.search.grid import Grid, check_length
 
 FORMAT = "headscope.search-result/1"
@@ -174,14 +175,12 @@ def read_prompt(folder: Path, key: str) -> SearchPrompt | None:
     if not path.exists():
         return None
     value = files.read_json(path, SearchError)
-    try:
-        about = value["prompt"]
-        ids = tuple(int(x) for x in value["ids"])
-        prompt = SearchPrompt(about["name"], about["kind"], ids, about["sha256"], about.get("chat_template"))
-        found = prompt.key
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as problem:
-        raise SearchError(f"{path} is no prompt of a search; delete it and run the search again.") from problem
-    if found != key:
+    records.check(stored.PromptFile, value, f"{path} is no prompt of a search:", SearchError)
+    about = value["prompt"]
+    prompt = SearchPrompt(
+        about["name"], about["kind"], tuple(value["ids"]), about["sha256"], about.get("chat_template")
+    )
+    if prompt.key != key:
         raise SearchError(f"{path} holds other tokens than its name says; delete it and run the search again.")
     return prompt
 
@@ -228,6 +227,8 @@ def _measure_prompt(
     _check(cancel)
     # Read back, so that a resumed prompt and an uninterrupted one come from the same bytes.
     layers = [files.read_json(parts / _part(layer), SearchError) for layer in settings.layers]
+    for layer, value in zip(settings.layers, layers, strict=True):
+        stored.check_layer(value, layer, len(settings.grid), str(parts / _part(layer)), SearchError)
     head = {
         "format": FORMAT,
         "prompt": prompt.to_dict(),
@@ -396,14 +397,27 @@ def read_result(path: str | os.PathLike[str], settings: Settings) -> PromptResul
     value = files.read_json(path, SearchError)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise SearchError(f"{path} is no search result; delete it and run the search again.")
+    records.check(stored.Result, value, f"{path} is damaged:", SearchError)
     if value.get("candidates") != files.plain(settings.grid.to_list()) or (
         value.get("estimator") != settings.estimator.to_dict()
     ):
         raise SearchError(f"{path} was measured with other candidates or another estimator; choose a new run folder.")
-    layers = value.get("layers")
-    if not isinstance(layers, list) or [entry.get("layer") for entry in layers] != list(settings.layers):
+    layers = value["layers"]
+    if [entry.get("layer") if isinstance(entry, dict) else None for entry in layers] != list(settings.layers):
         raise SearchError(f"{path} holds other layers than were asked for; choose a new run folder.")
+    heads = {
+        stored.check_layer(entry, layer, len(settings.grid), str(path), SearchError)
+        for entry, layer in zip(layers, settings.layers, strict=True)
+    }
+    if len(heads) > 1:
+        raise SearchError(f"{path} is damaged: its layers have different numbers of heads; run the search again.")
     return PromptResult(value["prompt"], float(value["prefill_ms"]), tuple(layers))
+
+
+def check_alike(results: Sequence[PromptResult], folder: Path) -> None:
+    """SearchError unless all results have the same number of heads, so that they make one table."""
+    if len({len(result.layers[0]["rows"][0]["mean"]) for result in results if result.layers}) > 1:
+        raise SearchError(f"{folder} holds results of different models; delete those of the other one.")
 
 
 def read_results(folder: Path, prompts: Iterable[SearchPrompt], settings: Settings) -> tuple[PromptResult, ...]:
@@ -414,4 +428,5 @@ def read_results(folder: Path, prompts: Iterable[SearchPrompt], settings: Settin
         if not path.exists():
             raise PromptError(f"The prompt {prompt.name} has no result in {folder}: run the search again.")
         found.append(read_result(path, settings))
+    check_alike(found, folder)
     return tuple(found)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.base import files
-from headscope.engine.base.errors import PromptError
+from headscope.engine.base import files, records
+from headscope.engine.base.errors import ConfigError, PromptError
 from headscope.engine.base.machine import hardware, versions
 from headscope.engine.config.evidence import Evidence, prompt_set, provenance, read_provenance
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.patterns.families import Dense
 from headscope.engine.search import cost as search_cost
+from headscope.engine.search import stored
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import SAMPLING, Grid, default_grid
 from headscope.engine.search.measure import (
@@ -33,6 +34,7 @@ from headscope.engine.search.measure import (
     SearchPrompt,
     Settings,
     Source,
+    check_alike,
     measure_prompts,
     read_result,
     read_results,
@@ -167,17 +169,22 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[tuple[PromptResult, ...], 
     """All results of a run folder, its settings and the model's facts. SearchError if it is none or has no results."""
     home = Path(folder)
     found = files.read_json(home / "search.json", SearchError)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("facts"), dict):
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise SearchError(f"{home} is no run folder of a search: its search.json says otherwise.")
+    damaged = f"{home / 'search.json'} is damaged"
+    records.check(stored.Manifest, found, f"{damaged}:", SearchError)
+    records.check(stored.Facts, found["facts"], f"{damaged}: facts", SearchError)
     try:
         grid = Grid.from_list(found["candidates"], str(home))
         settings = Settings(tuple(found["layers"]), grid, Estimator.from_dict(found["estimator"]))
-    except (KeyError, TypeError, ValueError) as problem:
-        raise SearchError(f"{home / 'search.json'} is damaged: {problem}.") from problem
+    except (ConfigError, ValueError) as problem:
+        raise SearchError(f"{damaged}: {problem}") from problem
     paths = sorted((home / "results").glob("*.json"))
     if not paths:
         raise SearchError(f"{home} holds no finished prompt yet: run the search to its end first.")
-    return tuple(read_result(path, settings) for path in paths), settings, found["facts"]
+    results = tuple(read_result(path, settings) for path in paths)
+    check_alike(results, home)
+    return results, settings, found["facts"]
 
 
 def _check_manifest(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:

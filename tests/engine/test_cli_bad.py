@@ -284,6 +284,15 @@ def test_one_sentence_and_nothing_written(
     assert _files(place) == before
 
 
+def test_a_host_profile_that_cannot_be_written_is_refused_before_measuring(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSCOPE_HOST", str(place / "text.txt" / "host.json"))
+    monkeypatch.setattr("headscope.engine.bench.layers.run", lambda *_, **__: pytest.fail("something was measured"))
+    code, out, err = _run("bench --host", capsys)
+    assert code == 1 and not out and "a part of the path is a file" in err
+
+
 def test_outputs_are_refused_before_a_model_is_loaded(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

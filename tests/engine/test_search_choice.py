@@ -99,7 +99,7 @@ def test_a_cost_model_survives_its_file_and_bad_ones_are_refused(tmp_path: Path)
     model = fit(made_results(), GRID, {"hardware": "test"})
     assert CostModel.load(model.save(tmp_path / "cost.json")) == model
     (tmp_path / "bad.json").write_text('{"format": "headscope.cost-model/1"}')
-    with pytest.raises(ConfigError, match="lacks a field"):
+    with pytest.raises(ConfigError, match="lacks the field 'layer_ms'"):
         CostModel.load(tmp_path / "bad.json")
     text = (tmp_path / "cost.json").read_text().replace('"layer_ms": ', '"layer_ms": -')
     (tmp_path / "negative.json").write_text(text)
