@@ -7,6 +7,7 @@ import streamlit as st
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.config.evidence import read_evidence, read_provenance
 from headscope.engine.config.facts import ModelFacts
 from headscope.studio.base import words
 from headscope.studio.store.store import ConfigRow
@@ -261,7 +262,7 @@ def differs(held: Lab, row: ConfigRow, draft: Draft | None, frame: pl.DataFrame)
 
 def _missed(row: ConfigRow | None, layer: int, head: int) -> float | None:
     notes = None if row is None else row.heads[layer][head][1]
-    proof = (notes or {}).get("evidence") or {}
+    proof = read_evidence((notes or {}).get("evidence"))
     value = proof.get("missed_mass_mean")
     return float(value) if isinstance(value, int | float) else None
 
@@ -269,7 +270,7 @@ def _missed(row: ConfigRow | None, layer: int, head: int) -> float | None:
 def comes_from(row: ConfigRow) -> None:
     """Provenance, as it goes into the file."""
     with st.expander("Where it comes from", icon=":material/account_tree:"):
-        st.json(row.provenance, expanded=1)
+        st.json(read_provenance(row.provenance), expanded=1)
         st.caption("The model that it is for")
         st.json(row.model, expanded=False)
 

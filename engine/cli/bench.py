@@ -14,7 +14,7 @@ from headscope.engine.base.errors import OptionError
 from headscope.engine.bench.shapes import SHAPES
 from headscope.engine.cli import output as cli_output
 from headscope.engine.cli.ending import nothing_begun
-from headscope.engine.cli.options import parse_layers, parse_lengths, prompt_name, read_text
+from headscope.engine.cli.options import parse_layers, parse_lengths, read_given
 from headscope.engine.cli.output import bar, steps
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from headscope.engine.bench.layers import Report
     from headscope.engine.bench.prefill import PrefillReport, Setting
+    from headscope.engine.prompts.prompt import Prompt
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -90,7 +91,7 @@ def bench(
     batches = parse_lengths("--batch", batch)
     wanted = None if layers is None else parse_layers(layers)
     cli_output.check_outputs(json=json_file, host=_host_path() if host_profile else None)
-    text = None if prompt is None else read_text(prompt)
+    given = None if prompt is None else read_given(prompt)
     with nothing_begun():
         import torch
 
@@ -105,8 +106,8 @@ def bench(
     if not chosen:
         raise OptionError(f"--cases {cases!r} names none of {', '.join(case.name for case in CASES)}")
     options: dict[str, Any] = {"impl": impl, "cases": chosen, "repeats": repeats, "flex": flex}
-    if model is not None and prompt is not None and text is not None:
-        report = _captured(model, text, prompt_name(prompt), wanted, asked, None if dtype is None else kind, options)
+    if model is not None and given is not None:
+        report = _captured(model, given, wanted, asked, None if dtype is None else kind, options)
     else:
         tokens = asked or parse_lengths("--lengths", "4K,8K,12K,16K,32K,128K" if cuda else "512,1K")
         with steps("timing") as progress:
@@ -158,8 +159,7 @@ def _check_together(
 
 def _captured(
     model: str,
-    text: str,
-    name: str,
+    given: Prompt,
     layers: tuple[int, ...] | None,
     lengths: list[int] | None,
     dtype: torch.dtype | None,
@@ -167,14 +167,14 @@ def _captured(
 ) -> Report:
     """Real Q/K/V: the model prefills the prompt, or its beginnings, layer by layer."""
     from headscope.engine.bench.layers import run_captures
+    from headscope.engine.config.evidence import prompt_record
     from headscope.engine.model.load import load_model
     from headscope.engine.prompts.tokens import encode
-    from headscope.engine.runs.inspection import prompt_facts
 
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, progress=progress)
-    ids = encode(loaded, text, template=False)
-    facts = prompt_facts(text, ids.shape[1], name, False)
+    ids = encode(loaded, given.text, template=False).ids
+    facts = prompt_record(given.name, given.kind, given.sha256, int(ids.shape[1]), False)
     with steps("timing") as note:
         return run_captures(loaded, ids, lengths=lengths, layers=layers, prompt=facts, progress=note, **options)
 

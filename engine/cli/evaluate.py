@@ -82,10 +82,8 @@ def evaluate(
     if prompts is not None:
         texts = load_prompts(loaded, prompts, tokens, False)
     else:
-        samples = {each.name: each for each in list_prompts() if each.name in ("prose", "code")}
-        texts = encode_prompts(
-            loaded, {n: s.read() for n, s in samples.items()}, {n: s.kind for n, s in samples.items()}, tokens, False
-        )
+        samples = [each.read() for each in list_prompts() if each.name in ("prose", "code")]
+        texts = encode_prompts(loaded, samples, tokens, False)
     for text in texts:
         if len(text.ids) < 2:
             raise PromptError(f"{text.name} has one token, and the first is never predicted: give a longer text")

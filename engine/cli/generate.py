@@ -19,7 +19,6 @@ from headscope.engine.cli.options import (
     Prompt,
     Template,
     load,
-    prompt_name,
     read_config,
     run_facts,
     told_lengths,
@@ -57,12 +56,13 @@ def generate(
     cli_output.check_outputs(json=json)
     found = None if config is None else read_config(config)
     host = HostProfile.load()
-    loaded, text, ids, used = load(model, prompt, template, device, dtype)
+    loaded, given, encoded = load(model, prompt, template, device, dtype)
     with nothing_begun():
+        from headscope.engine.config.evidence import prompt_record
         from headscope.engine.runs.answer import answer, next_token_kl
-        from headscope.engine.runs.inspection import check_fits, in_situ, prompt_facts, starting_config
+        from headscope.engine.runs.inspection import check_fits, in_situ, starting_config
     chosen = found or starting_config(loaded.facts)
-    length = int(ids.shape[1])
+    ids, length = encoded.ids, encoded.tokens
     single = chosen.pick(length) if isinstance(chosen, ConfigSet) else chosen
     why_dense = _why_dense(single, host, length)
     if found is not None and single is not None:
@@ -83,8 +83,9 @@ def generate(
             on_token=lambda n: progress(n, max_new_tokens),
             **options,
         )
+    described = prompt_record(given.name, given.kind, given.sha256, length, encoded.chat_template)
     report: dict[str, Any] = {
-        "run": run_facts(loaded, prompt_facts(text, length, prompt_name(prompt), used)) | {"warnings": said},
+        "run": run_facts(loaded, described) | {"warnings": said},
         "ran_dense": why_dense,
         "sparse": sparse.to_dict(),
     }

@@ -20,7 +20,6 @@ from headscope.engine.cli.options import (
     Template,
     load,
     parse_layers,
-    prompt_name,
     run_facts,
     told_lengths,
 )
@@ -57,17 +56,18 @@ def inspect(
     cli_output.check_outputs(json=json, save=save)
     chosen = None if config is None else HeadConfig.load(config)
     wanted = None if layers is None else parse_layers(layers)
-    loaded, text, ids, used = load(model, prompt, template, device, dtype)
+    loaded, given, encoded = load(model, prompt, template, device, dtype)
     with nothing_begun():
-        from headscope.engine.runs.inspection import check_fits, inspect_prompt, prompt_facts, with_evidence
+        from headscope.engine.config.evidence import prompt_record
+        from headscope.engine.runs.inspection import check_fits, inspect_prompt, with_evidence
     if chosen is not None:
         check_fits(chosen, loaded, force)
     with (
-        told_lengths(chosen, [ids.shape[1]]) as said,
-        bar(f"measuring {ids.shape[1]} tokens, layer by layer") as progress,
+        told_lengths(chosen, [encoded.tokens]) as said,
+        bar(f"measuring {encoded.tokens} tokens, layer by layer") as progress,
     ):
-        result = inspect_prompt(loaded, ids, chosen, wanted, force_weights=force, progress=progress)
-    described = prompt_facts(text, result.tokens, prompt_name(prompt), used)
+        result = inspect_prompt(loaded, encoded.ids, chosen, wanted, force_weights=force, progress=progress)
+    described = prompt_record(given.name, given.kind, given.sha256, encoded.tokens, encoded.chat_template)
     impl = ", ".join(sorted({row["impl"] for row in result.layers}))
     run = {
         **run_facts(loaded, described),

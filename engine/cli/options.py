@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from headscope.engine.base.errors import OptionError
-from headscope.engine.base.files import printable
 from headscope.engine.cli.ending import nothing_begun
 from headscope.engine.cli.output import bar, note
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from headscope.engine.config.file import HeadConfig
     from headscope.engine.config.sets import ConfigSet
     from headscope.engine.model.load import LoadedModel
+    from headscope.engine.prompts.prompt import Prompt as Text
+    from headscope.engine.prompts.tokens import Encoded
 
 Model = Annotated[str, typer.Option("--model", help="smollm2, gemma3-270m, a folder, a .gguf file, or a hub id.")]
 Prompt = Annotated[
@@ -88,8 +89,9 @@ def parse_lengths(option: str, text: str) -> list[int]:
     return sorted(set(lengths))
 
 
-def read_text(prompt: str) -> str:
-    """The text of a prompt option: of a file, a sample prompt, or standard input (`-`)."""
+def read_given(prompt: str) -> Text:
+    """The prompt that an option names: a file, a sample prompt, or standard input (`-`)."""
+    from headscope.engine.prompts.prompt import Prompt as Text
     from headscope.engine.prompts.sources import LARGEST_PROMPT, checked_text, read_prompt
 
     if prompt != STDIN:
@@ -97,26 +99,20 @@ def read_text(prompt: str) -> str:
     raw = b"" if sys.stdin is None else sys.stdin.buffer.read(LARGEST_PROMPT + 1)
     if len(raw) > LARGEST_PROMPT:
         raise OptionError(f"standard input holds more than {LARGEST_PROMPT >> 20} MiB: give a shorter prompt")
-    return checked_text(raw, "standard input")
-
-
-def prompt_name(prompt: str) -> str:
-    """What reports call a prompt: its file name without the ending, in letters that every file can hold."""
-    return "stdin" if prompt == STDIN else printable(Path(prompt).stem)
+    return Text("stdin", "stdin", checked_text(raw, "standard input"), "file")
 
 
 def load(
     model: str, prompt: str, template: bool | None, device: str | None, dtype: str | None
-) -> tuple[LoadedModel, str, Any, bool]:
-    """Model, prompt text, token ids [1, S], and whether the chat template was used. The prompt is read first."""
-    text = read_text(prompt)
+) -> tuple[LoadedModel, Text, Encoded]:
+    """Model, prompt, and the prompt as the model reads it. The prompt is read before the model is loaded."""
+    given = read_given(prompt)
     with nothing_begun():
         from headscope.engine.model.load import load_model
-        from headscope.engine.prompts.tokens import encode, has_template
+        from headscope.engine.prompts.tokens import encode
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-    ids = encode(loaded, text, template)
-    return loaded, text, ids, has_template(loaded) if template is None else template
+    return loaded, given, encode(loaded, given.text, template)
 
 
 def read_config(path: Path) -> HeadConfig | ConfigSet:

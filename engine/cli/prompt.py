@@ -50,7 +50,7 @@ def prompt(
     """List or print the sample prompts, or make a longer one (4K to 1M tokens) from a seed."""
     check_outputs(out=out)
     if tokens is None:
-        text = _listing() if name is None else read_prompt(name)
+        text = _listing() if name is None else read_prompt(name).text
         _deliver(text, out)
         return
     if name is not None:
@@ -78,12 +78,12 @@ def _encode(model: str | None) -> Encode | None:
         return None
     with nothing_begun():
         from headscope.engine.model.load import load_model
+        from headscope.engine.prompts.tokens import counter
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, progress=progress)
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
+    if loaded.tokenizer is None:
         raise UnusableModel(f"{loaded.name} has no tokenizer to count with: leave --model out")
-    return lambda text: tokenizer(text, verbose=False).input_ids
+    return counter(loaded)
 
 
 def _listing() -> str:

@@ -71,12 +71,15 @@ class SearchError(HeadscopeError):
 
 @dataclass(frozen=True)
 class SearchPrompt:
-    """A calibration prompt. `ids` are its token ids, `sha256` that of its text, `kind` such as prose or code."""
+    """A calibration prompt as a run folder keeps it, without its text: `ids` are its token ids, `sha256` that of the
+    text, `kind` such as prose or code, `chat_template` whether it stands in one (None where that is not known).
+    """
 
     name: str
     kind: str
     ids: tuple[int, ...]
     sha256: str
+    chat_template: bool | None = None
 
     @property
     def key(self) -> str:
@@ -85,7 +88,15 @@ class SearchPrompt:
 
     def to_dict(self) -> dict[str, Any]:
         """What provenance keeps; never the text."""
-        return {"name": self.name, "sha256": self.sha256, "tokens": len(self.ids), "kind": self.kind, "key": self.key}
+        known = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "sha256": self.sha256,
+            "tokens": len(self.ids),
+            **known,
+            "key": self.key,
+        }
 
 
 class Source(Protocol):
@@ -166,7 +177,9 @@ def read_prompt(folder: Path, key: str) -> SearchPrompt | None:
     value = files.read_json(path, SearchError)
     records.check(stored.PromptFile, value, f"{path} is no prompt of a search:", SearchError)
     about = value["prompt"]
-    prompt = SearchPrompt(about["name"], about["kind"], tuple(value["ids"]), about["sha256"])
+    prompt = SearchPrompt(
+        about["name"], about["kind"], tuple(value["ids"]), about["sha256"], about.get("chat_template")
+    )
     if prompt.key != key:
         raise SearchError(f"{path} holds other tokens than its name says; delete it and run the search again.")
     return prompt

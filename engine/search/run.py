@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError, PromptError
 from headscope.engine.base.machine import hardware, versions
+from headscope.engine.config.evidence import Evidence, prompt_set, provenance, read_provenance
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.patterns.families import Dense
 from headscope.engine.search import cost as search_cost
@@ -241,6 +241,7 @@ def to_config(
     """The head config of an allocation; layers that were not searched stay dense."""
     place = {layer: at for at, layer in enumerate(table.layers)}
     ms = table.head_ms(cost)
+    measured_on = prompt_set(table.prompts)
     rows = []
     for layer in range(int(facts["layers"])):
         if layer not in place:
@@ -249,47 +250,53 @@ def to_config(
         at = place[layer]
         rows.append(
             tuple(
-                HeadEntry(allocation.pattern(table.grid, at, head), evidence(allocation, table, ms, at, head))
+                HeadEntry(
+                    allocation.pattern(table.grid, at, head), evidence(allocation, table, ms, at, head, measured_on)
+                )
                 for head in range(table.heads)
             )
         )
-    provenance = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "made_by": "search",
-        "versions": versions(),
-        "hardware": machine or str(cost.machine.get("hardware", "")),
-        "seed": 0,
-        "prompts": [{**prompt} for prompt in table.prompts],
-        "lengths": sorted(set(table.tokens)),
-        "candidates": settings.grid.to_list(),
-        "metric": f"missed mass {target.metric}, worst prompt, isolated",
-        "target": target.to_dict(),
-        "parent": parent,
-        "cost_model": {"machine": cost.machine, "sha256": _digest(cost.to_dict())},
-    }
-    return HeadConfig(facts, files.plain(provenance), TILES_VERSION, settings.estimator, tuple(rows))
+    record = provenance(
+        "search",
+        hardware=machine or str(cost.machine.get("hardware", "")),
+        prompts=table.prompts,
+        metric=f"missed mass {target.metric}, worst prompt, isolated",
+        parent=parent,
+        seed=0,
+        candidates=settings.grid.to_list(),
+        target=target.to_dict(),
+        cost_model={"machine": cost.machine, "sha256": _digest(cost.to_dict())},
+    )
+    return HeadConfig(facts, files.plain(record), TILES_VERSION, settings.estimator, tuple(rows))
 
 
-def evidence(allocation: Allocation, table: Table, ms: Any, at: int, head: int) -> dict[str, Any]:
-    """What justified a head's pattern: stored losses as measured, of the prompt that loses most, and the time."""
+def evidence(allocation: Allocation, table: Table, ms: Any, at: int, head: int, measured_on: str) -> dict[str, Any]:
+    """What justified a head's pattern: stored losses as measured, of the prompt that loses most, and the time.
+
+    `measured_on` is the hash of all the prompts together.
+    """
     number = int(allocation.picked[at, head])
     worst = int(table.stats["mean"][:, at, head, number].argmax())
     prompt = table.prompts[worst]
+    tokens = int(prompt["tokens"])
 
     def stat(name: str) -> float:
         return float(table.stats[name][worst, at, head, number])
 
-    return {
-        "missed_mass_mean": stat("mean"),
-        "missed_mass_worst": float(table.stats["worst"][:, at, head, number].max()),
-        "missed_mass_p99": stat("p99"),
-        "output_error": stat("output_error"),
-        "computed_pairs": int(stat("computed_pairs")),
-        "time_share_ms": round(float(ms[at, head, number]), 6),
-        "tokens": int(prompt["tokens"]),
-        "worst_prompt": prompt["sha256"],
-        "loss": "isolated",
-    }
+    return Evidence(
+        missed_mass_mean=stat("mean"),
+        missed_mass_worst=float(table.stats["worst"][:, at, head, number].max()),
+        missed_mass_p99=stat("p99"),
+        missed_mass_thirds=(stat("start"), stat("middle"), stat("end")),
+        output_error=stat("output_error"),
+        computed_density=stat("computed_pairs") / (tokens * (tokens + 1) / 2),
+        computed_pairs=int(stat("computed_pairs")),
+        time_share_ms=round(float(ms[at, head, number]), 6),
+        tokens=tokens,
+        loss="isolated",
+        prompt=str(prompt["sha256"]),
+        prompt_set=measured_on,
+    ).to_dict()
 
 
 def summary(allocation: Allocation, table: Table, cost: CostModel, target: Target) -> dict[str, Any]:
@@ -337,7 +344,7 @@ def _digest(value: Any) -> str:
 
 def with_target(result: SearchResult, target: Target, settings: Settings, facts: dict[str, Any]) -> SearchResult:
     """The same measurements under another target: what a slider does."""
-    allocation, before = allocate(result.table, result.cost, target), result.config.provenance
+    allocation, before = allocate(result.table, result.cost, target), read_provenance(result.config.provenance)
     config = to_config(
         allocation, result.table, result.cost, target, settings, facts, before["hardware"], before["parent"]
     )

@@ -22,6 +22,7 @@ class Prompt(OpenRecord):
     tokens: Annotated[int, Field(ge=1, lt=2**31)]
     kind: str
     key: str
+    chat_template: bool | None = None
 
 
 class PromptFile(OpenRecord):

@@ -6,11 +6,12 @@ import polars as pl
 import streamlit as st
 
 from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.runs.answer import Answer
 from headscope.studio.base import words
 from headscope.studio.charts import charts
 from headscope.studio.ui import state, widgets
 from headscope.studio.ui.state import View
-from headscope.studio.work.compare import NEW_TOKENS, Answer, Comparison, compare
+from headscope.studio.work.compare import NEW_TOKENS, Comparison, compare
 from headscope.studio.work.draft import Draft
 from headscope.studio.work.lab import Lab
 from headscope.studio.work.results import Run
@@ -87,4 +88,4 @@ def _answer(
         st.markdown(f"**{name}**")
         st.code(answer.text or "(nothing but an end of text)", language=None, wrap_lines=True)
         best = ", ".join(f"{token!r} {words.percent(share)}" for token, share in top[:3])
-        st.text(f"next token: {best}\n{answer.tokens} tokens in {words.milliseconds(answer.total_ms)}")
+        st.text(f"next token: {best}\n{len(answer.token_ids)} tokens in {words.milliseconds(answer.total_ms)}")

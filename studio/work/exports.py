@@ -13,13 +13,16 @@ from typing import Any
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.config import evidence as record
+from headscope.engine.config.evidence import Evidence, prompt_record
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.loss.mass import FLOOR
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.engine.patterns.families import from_dict
 from headscope.kernels.cells.plan import TILES_VERSION
-from headscope.studio.store.store import ConfigRow, now
+from headscope.studio.store.store import ConfigRow
+from headscope.studio.work import prompts
 from headscope.studio.work.draft import Draft, Grid
 from headscope.studio.work.jobs import Context
 from headscope.studio.work.lab import Lab
@@ -48,18 +51,14 @@ class RoundTrip:
 
 def evidence(measurement: HeadMeasurement, run: Run) -> dict[str, Any]:
     """What justified a head's pattern: numbers as measured, and where."""
-    return {
-        "missed_mass_mean": measurement.missed_mass_mean,
-        "missed_mass_worst": measurement.missed_mass_worst,
-        "output_error": measurement.output_error,
-        "computed_density": measurement.computed_density,
-        "computed_pairs": measurement.computed_pairs,
-        "time_share_ms": measurement.time_share_ms,
-        "loss": "isolated",
-        "run": run.id,
-        "tokens": run.row.tokens,
-        "prompt_sha256": run.row.prompt_sha256,
-    }
+    return Evidence.of(measurement, prompt_of(run), run=run.id).to_dict()
+
+
+def prompt_of(run: Run) -> dict[str, Any]:
+    """The run's prompt, as evidence and provenance name it."""
+    sha256 = run.row.prompt_sha256
+    kind = prompts.kind_of(run.prompt_name, sha256)
+    return prompt_record(run.prompt_name, kind, sha256, run.row.tokens, run.row.chat_template)
 
 
 def save_draft(held: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple[ConfigRow, Draft]:
@@ -90,26 +89,19 @@ def save_draft(held: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple
 def provenance(run: Run, draft: Draft) -> dict[str, Any]:
     """How a version made by hand came to be, and on what: a version, a search's choice or the start."""
     base, parent, edits = draft.standing
-    return {
-        "created": now().isoformat(),
-        "made": "by hand in the studio",
-        "stands_on": base,
-        "edits": edits,
-        "versions": run.row.versions,
-        "device": run.row.device,
-        "dtype": run.row.dtype,
-        "prompts": [
-            {
-                "sha256": run.row.prompt_sha256,
-                "tokens": run.row.tokens,
-                "name": run.prompt_name,
-                "chat_template": run.row.chat_template,
-            }
-        ],
-        "lengths": [run.row.tokens],
-        "metric": "missed mass, isolated",
-        "parent": parent,
-    }
+    then = {name: version for name, version in run.row.versions.items() if name != "hardware"}
+    return record.provenance(
+        "by hand in the studio",
+        hardware=str(run.row.versions.get("hardware", "")),
+        device=run.row.device,
+        dtype=run.row.dtype,
+        prompts=[prompt_of(run)],
+        metric="missed mass, isolated",
+        parent=parent,
+        versions_then=then,
+        stands_on=base,
+        edits=edits,
+    )
 
 
 def save_imported(held: Lab, config: HeadConfig, name: str) -> ConfigRow:

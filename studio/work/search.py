@@ -232,19 +232,12 @@ def save_winner(held: Lab, config: HeadConfig, name: str) -> ConfigRow:
 def calibration(held: Lab, plan: Plan) -> list[SearchPrompt]:
     """The chosen samples as token ids. On the worker's thread, once the model is loaded."""
     loaded = held.load(plan.model)
-    chosen = {name: texts.sample(name) for name in plan.samples}
-    known = texts.samples()
+    chosen = [texts.sample(name) for name in plan.samples]
     if not chosen:
         raise SearchError("Choose at least one calibration prompt; three of different kinds are a good start.")
-    for prompt in chosen.values():
+    for prompt in chosen:
         held.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
-    return encode_prompts(
-        loaded,
-        {name: prompt.text for name, prompt in chosen.items()},
-        {name: known[name].kind for name in chosen},
-        plan.tokens,
-        plan.chat,
-    )
+    return encode_prompts(loaded, chosen, plan.tokens, plan.chat)
 
 
 def rows_of(table: Table) -> pl.DataFrame:

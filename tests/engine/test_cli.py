@@ -246,7 +246,8 @@ def test_a_dash_reads_the_prompt_from_standard_input(
         options = ("--model", "toy", "--prompt", source, "--no-template", "--json", data)
         assert run(*command, *options)[0] == 0
         prompts.append(json.loads(data.read_text())["run"]["prompt"])
-    assert [prompt.pop("kind") for prompt in prompts] == ["text", "stdin"]
+    for name in ("name", "kind"):
+        assert [prompt.pop(name) for prompt in prompts] == ["text", "stdin"]
     assert prompts[0] == prompts[1]
 
 

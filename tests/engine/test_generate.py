@@ -13,12 +13,13 @@ import torch
 from headscope.engine import AShape, HeadConfig, HostProfile, VerticalSlash
 from headscope.engine.base.errors import PromptError
 from headscope.engine.cli import main as cli
+from headscope.engine.config.evidence import prompt_record
 from headscope.engine.config.warnings import CalibrationWarning
 from headscope.engine.model import load as model
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.prompts.tokens import encode
 from headscope.engine.runs.answer import answer, next_token_kl
-from headscope.engine.runs.inspection import in_situ, inspect_prompt, prompt_facts, starting_config, with_evidence
+from headscope.engine.runs.inspection import in_situ, inspect_prompt, starting_config, with_evidence
 from tests.helpers.studio_toy import toy
 
 EVERYTHING = VerticalSlash(vertical=10**6, slash=10**6)
@@ -108,7 +109,7 @@ def test_inspection_against_the_softmax_matrix(tiny_llama: LoadedModel) -> None:
 
 def test_evidence_is_kept_and_fits_the_model(tiny_llama: LoadedModel) -> None:
     found = inspect_prompt(tiny_llama, tokens(60), layers=[0, 2])
-    config = with_evidence(found, tiny_llama, prompt_facts("text", 60, "code", False))
+    config = with_evidence(found, tiny_llama, prompt_record("text", "code", "ab" * 32, 60, False))
     assert config.check(tiny_llama) == []
     assert HeadConfig.from_json(config.to_json()) == config
     assert config.provenance["lengths"] == [60] and config.provenance["prompts"][0]["tokens"] == 60
@@ -129,7 +130,7 @@ def test_the_starting_config_leaves_sliding_layers_dense(make_tiny: Callable[...
 
 @pytest.mark.model
 def test_smollm2_full_budgets_give_the_same_continuation(smollm2: LoadedModel) -> None:
-    ids = encode(smollm2, "List three animals that live in the sea, and say one thing about each of them.")
+    ids = encode(smollm2, "List three animals that live in the sea, and say one thing about each of them.").ids
     dense = answer(smollm2, ids, max_new_tokens=16)
     full = answer(smollm2, ids, HeadConfig.uniform(smollm2.facts, EVERYTHING), max_new_tokens=16)
     tight = answer(smollm2, ids, HeadConfig.uniform(smollm2.facts, AShape(0, 2)), max_new_tokens=16)
@@ -140,7 +141,7 @@ def test_smollm2_full_budgets_give_the_same_continuation(smollm2: LoadedModel) -
 
 @pytest.mark.model
 def test_smollm2_prompt_encoding(smollm2: LoadedModel) -> None:
-    plain, chat = encode(smollm2, "Hello", template=False), encode(smollm2, "Hello")
+    plain, chat = encode(smollm2, "Hello", template=False).ids, encode(smollm2, "Hello").ids
     assert plain.shape == (1, 1) and chat.shape[1] > 10
     with pytest.raises(PromptError, match=r"tokens and smollm2 has 8192 positions"):
         encode(smollm2, "word " * 9000)

@@ -96,11 +96,8 @@ def test_a_search_of_a_model_by_command_is_resumable_and_its_digest_is_frozen_by
 
         chat_template = None
 
-        def __call__(self, text: str, verbose: bool = True, return_tensors: str | None = None):  # type: ignore[no-untyped-def]
-            import torch
-
-            ids = [3 + ord(letter) % 90 for letter in text]
-            return type("Ids", (), {"input_ids": torch.tensor([ids]) if return_tensors else ids})
+        def __call__(self, text: str, verbose: bool = True):  # type: ignore[no-untyped-def]
+            return type("Ids", (), {"input_ids": [3 + ord(letter) % 90 for letter in text]})
 
     loaded = LoadedModel(tiny_llama.model, Characters(), tiny_llama.name, tiny_llama.fingerprint, tiny_llama.facts)
     monkeypatch.setattr("headscope.engine.model.load.load_model", lambda *args, **options: loaded)

@@ -23,7 +23,8 @@ from headscope.engine import build_index
 from headscope.engine.loss import measure
 from headscope.engine.model.load import LoadedModel, load_model
 from headscope.engine.patterns.families import AShape, BlockSparse, Pattern, VerticalSlash, from_dict
-from headscope.engine.prompts.sources import list_prompts
+from headscope.engine.prompts.sources import read_prompt
+from headscope.engine.prompts.tokens import encode
 from headscope.engine.runs import capture
 
 FORMAT = "headscope.lesson-heads/1"
@@ -63,8 +64,7 @@ def trial_from_dict(entry: dict[str, Any]) -> Trial:
 
 def prompt_ids(loaded: LoadedModel, name: str, tokens: int = TOKENS) -> torch.Tensor:
     """The first `tokens` token ids of a sample prompt, [1, tokens]."""
-    text = next(prompt for prompt in list_prompts() if prompt.name == name).read()
-    return torch.tensor(loaded.tokenizer(text)["input_ids"][:tokens])[None]
+    return encode(loaded, read_prompt(name).text, False, most=tokens).ids
 
 
 def equal_cells(q: torch.Tensor, k: torch.Tensor, scale: float) -> dict[str, list[Pattern]]:
