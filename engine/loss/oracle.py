@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from headscope.engine.attend.index import Index
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.diagonals import by_distance
 from headscope.kernels.torch.probabilities import probabilities
@@ -50,16 +51,15 @@ class LossSplit:
         )
 
 
-def loss_split(
-    q: torch.Tensor, k: torch.Tensor, lse_dense: torch.Tensor, index: Index, head: int, sequence: int = 0
-) -> LossSplit:
-    """The four steps for one query head. q [B, Hq, S, D], k [B, Hkv, T, D], `lse_dense` [B, Hq, S]."""
+def loss_split(inputs: ScoreInputs, lse_dense: torch.Tensor, index: Index, head: int, sequence: int = 0) -> LossSplit:
+    """The four steps for one query head. `lse_dense` [B, Hq, S]; `index` is built on the same inputs."""
+    q, k = inputs.q, inputs.k
     layout, start = index.computed, index.starts[sequence]
     length = layout.length(sequence)
     first = max(0, layout.first_row[sequence])
     rows = _rows(first, length, q.device)
     local = rows - layout.first_row[sequence]
-    key_head = head // (q.shape[1] // k.shape[1])
+    key_head = head // inputs.group
     queries, keys = q[sequence, head, local][None], k[sequence, key_head, start:][None]
     weight = probabilities(queries, keys, lse_dense[sequence, head, local][None], rows, index.scale)[0]
     number = sequence * layout.heads + head

@@ -21,8 +21,9 @@ import torch
 from filelock import FileLock
 
 from headscope.engine.base.errors import ModelError, OptionError, UnusableModel
+from headscope.engine.base.progress import Progress
 from headscope.engine.config.facts import ModelFacts, facts_of
-from headscope.engine.model.packaged import PACKAGED, Progress, cache_dir, disk_errors, fetch, packaged
+from headscope.engine.model.packaged import PACKAGED, cache_dir, disk_errors, fetch, packaged
 
 __all__ = ["LoadedModel", "ModelFacts", "cache_dir", "fetch", "load_model"]
 

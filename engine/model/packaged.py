@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,7 @@ import platformdirs
 from filelock import FileLock
 
 from headscope.engine.base.errors import ModelError, UnusableModel
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes expected."""
+from headscope.engine.base.progress import Progress
 
 _CHUNK = 1 << 20
 

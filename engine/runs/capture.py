@@ -16,28 +16,26 @@ import psutil
 import torch
 from pydantic import Field
 
+from headscope.engine.attend.inputs import LayerInputs, LayerVisitor
 from headscope.engine.base import files, records
 from headscope.engine.base.errors import Cancelled, CaptureError, OptionError
+from headscope.engine.base.progress import Cancel, Progress
 from headscope.engine.base.records import OpenRecord
 from headscope.engine.config.facts import FULL, ModelFacts
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.model.apply import SparsePrefill
 from headscope.engine.model.hook import Call, Hook
 from headscope.engine.prompts.tokens import check_ids
+from headscope.engine.runs.finite import check_layer
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
 
 FORMAT = "headscope.capture/1"
-Visit = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-"""Called with layer, q [1, Hq, S, D], k and v [1, Hkv, S, D], and the scale of the logits."""
-
-Progress = Callable[[int, int], None]
-"""Called after each layer with layers done and layers in all."""
 
 
 @dataclass(frozen=True)
-class Budget:
+class Room:
     """Bytes that a capture may take on the device, in host memory and on disk; None is half of what is free."""
 
     device: int | None = None
@@ -73,22 +71,22 @@ class _Enough(Exception):
 def stream(
     loaded: LoadedModel,
     input_ids: torch.Tensor,
-    visit: Visit,
+    visit: LayerVisitor,
     *,
     layers: Iterable[int] | None = None,
     config: HeadConfig | None = None,
     progress: Progress | None = None,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
     logits: bool = True,
 ) -> torch.Tensor | None:
-    """One prefill of `input_ids` [1, S]; `visit` gets each chosen layer's tensors, one layer at a time.
+    """One prefill of `input_ids` [1, S]; `visit` gets what each chosen layer reads, one layer at a time.
 
     The forward is dense, or sparse under `config` (then a layer's tensors are those it meets in situ). Returns the
     float32 logits [vocabulary] of the last position; with `logits=False` it returns None and stops after the last
     chosen layer. `layers` defaults to every full-attention layer. `cancel` is asked at each layer.
 
     Raises PromptError for a prompt that does not fit, OptionError for layers that cannot be chosen, CaptureError for
-    one that turns out not to be plain causal attention, Cancelled.
+    one that turns out not to be plain causal attention, ModelError for one whose tensors are not finite, Cancelled.
     """
     ids = check_ids(loaded, input_ids)
     wanted = chosen_layers(loaded.facts, layers)
@@ -101,7 +99,9 @@ def stream(
         if call.layer in wanted:
             if call.left:
                 raise CaptureError(f"layer {call.layer} cannot be captured ({call.left}): leave it out of --layers")
-            visit(call.layer, call.q, call.k, call.wide_v, call.scale)
+            inputs = LayerInputs(call.q, call.k, call.wide_v, call.scale)
+            check_layer(call.layer, inputs)
+            visit(call.layer, inputs)
         if progress is not None:
             progress(call.layer + 1, loaded.facts.layers)
         if call.layer == last:
@@ -147,8 +147,8 @@ class Capture:
         self.model_name = name
         self.fingerprint = fingerprint
         self.places: dict[int, str] = {}
-        self.scales: dict[int, float] = {}
-        self._held: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._scales: dict[int, float] = {}
+        self._in_memory: dict[int, LayerInputs] = {}
         self._folder: Path | None = None
         self._finalizer: Callable[[], object] | None = None
 
@@ -167,18 +167,18 @@ class Capture:
         parts = [f"{count} layers {words[place]}" for place, count in counts.items() if count]
         return ", ".join(parts) if parts else "no layers"
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [1, Hq, S, D], k and v [1, Hkv, S, D] of one layer; read from disk if that is where they lie."""
+    def layer(self, layer: int) -> LayerInputs:
+        """q [1, Hq, S, D], k and v [1, Hkv, S, D] and the scale of one layer; read from disk if they lie there."""
         if layer not in self.places:
             raise CaptureError(f"layer {layer} was not captured: this capture holds layers {list(self.places)}")
-        if layer in self._held:
-            return self._held[layer]
+        if layer in self._in_memory:
+            return self._in_memory[layer]
         assert self._folder is not None
         path = self._folder / _layer_file(layer)
         q, k, v = (_read_tensors(path).get(name) for name in "qkv")
         if q is None or k is None or v is None or not _fit_together(q, k, v, self.tokens):
             raise CaptureError(f"{path} is damaged: it holds no queries, keys and values of {self.tokens} tokens")
-        return q, k, v
+        return LayerInputs(q, k, v, self._scales[layer])
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes the capture to a folder, whole or not at all. An earlier capture there is replaced."""
@@ -188,7 +188,7 @@ class Capture:
         scratch = _scratch(target)
         try:
             for layer in self.layers:
-                _write_tensors(scratch / _layer_file(layer), dict(zip("qkv", self.layer(layer), strict=True)))
+                _write_layer(scratch / _layer_file(layer), self.layer(layer))
             rest = {"input_ids": self.input_ids} | ({} if self.logits is None else {"logits": self.logits})
             _write_tensors(scratch / "rest.safetensors", rest)
             facts = {
@@ -196,7 +196,7 @@ class Capture:
                 "model": self.model_name,
                 "fingerprint": self.fingerprint,
                 "tokens": self.tokens,
-                "scales": {str(layer): self.scales[layer] for layer in self.layers},
+                "scales": {str(layer): self._scales[layer] for layer in self.layers},
             }
             files.write_atomic(scratch / "capture.json", files.indented(facts, 0) + "\n", CaptureError)
             with _disk_errors(f"save the capture in {target}"):
@@ -228,12 +228,12 @@ class Capture:
             if not (source / _layer_file(layer)).is_file():
                 raise CaptureError(f"{source} is damaged: layer {layer} is missing, so capture the prompt again")
             made.places[layer] = "disk"
-            made.scales[layer] = scale
+            made._scales[layer] = scale
         return made
 
     def close(self) -> None:
         """Drops the tensors and the temporary folder, if there is one."""
-        self._held.clear()
+        self._in_memory.clear()
         self.places.clear()
         if self._finalizer is not None:
             self._finalizer()
@@ -244,9 +244,9 @@ class Capture:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _put(self, layer: int, parts: tuple[torch.Tensor, ...], scale: float, room: dict[str, int]) -> None:
+    def _put(self, layer: int, inputs: LayerInputs, room: dict[str, int]) -> None:
         """Keeps one layer in the fastest place that still has room, and takes it off `room`."""
-        size = sum(part.numel() * part.element_size() for part in parts)
+        size = sum(part.numel() * part.element_size() for part in (inputs.q, inputs.k, inputs.v))
         place = next((place for place, free in room.items() if free >= size), None)
         if place is None:
             raise CaptureError(
@@ -258,27 +258,27 @@ class Capture:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="headscope-capture-"))
                 self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, True)
-            _write_tensors(self._folder / _layer_file(layer), dict(zip("qkv", parts, strict=True)))
+            _write_layer(self._folder / _layer_file(layer), inputs)
         else:
             # A copy: the model's own tensors may be views of larger ones, or be written again.
             q, k, v = (
                 part.detach().clone(memory_format=torch.contiguous_format)
                 if place == "device" or part.device.type == "cpu"
                 else part.detach().to("cpu").contiguous()
-                for part in parts
+                for part in (inputs.q, inputs.k, inputs.v)
             )
-            self._held[layer] = (q, k, v)
+            self._in_memory[layer] = LayerInputs(q, k, v, inputs.scale)
         self.places[layer] = place
-        self.scales[layer] = scale
+        self._scales[layer] = inputs.scale
 
 
 def capture(
     loaded: LoadedModel,
     input_ids: torch.Tensor,
     layers: Iterable[int] | None = None,
-    budget: Budget | None = None,
+    room: Room | None = None,
     progress: Progress | None = None,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
     config: HeadConfig | None = None,
 ) -> Capture:
     """Captures the chosen layers (all full-attention ones by default) of one dense prefill, or one under `config`.
@@ -287,12 +287,12 @@ def capture(
     """
     ids = check_ids(loaded, input_ids)
     wanted = chosen_layers(loaded.facts, layers)
-    room = (budget or Budget()).resolve(loaded.device)
+    free = (room or Room()).resolve(loaded.device)
     facts = loaded.facts
     element = torch.empty((), dtype=loaded.dtype).element_size()
     needed = ids.shape[1] * (facts.query_heads + 2 * facts.kv_heads) * facts.head_dim * element * len(wanted)
-    if needed > sum(room.values()):
-        allowed = ", ".join(f"{place} {size >> 20} MiB" for place, size in room.items())
+    if needed > sum(free.values()):
+        allowed = ", ".join(f"{place} {size >> 20} MiB" for place, size in free.items())
         raise CaptureError(
             f"the capture needs {needed >> 20} MiB and the budgets are {allowed}: choose fewer layers, a shorter "
             "prompt, or larger budgets"
@@ -302,7 +302,7 @@ def capture(
         made.logits = stream(
             loaded,
             ids,
-            lambda layer, q, k, v, scale: made._put(layer, (q, k, v), scale, room),
+            lambda layer, inputs: made._put(layer, inputs, free),
             layers=wanted,
             config=config,
             progress=progress,
@@ -330,6 +330,10 @@ def _scratch(target: Path) -> Path:
     with _disk_errors(f"save the capture in {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=target.parent, prefix=".headscope-"))
+
+
+def _write_layer(path: Path, inputs: LayerInputs) -> None:
+    _write_tensors(path, {"q": inputs.q, "k": inputs.k, "v": inputs.v})
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

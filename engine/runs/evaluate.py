@@ -7,13 +7,14 @@ one of them under a head config. Tasks on which the dense model itself scores un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headscope.engine.base.errors import Cancelled, ModelError
+from headscope.engine.base.progress import Cancel, NamedProgress
 from headscope.engine.config.facts import text_config
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.model.apply import apply
@@ -31,9 +32,6 @@ _ROWS = 256
 
 ANSWER_TOKENS = 16
 INFORMATIVE = 0.5
-
-Progress = Callable[[int, int, str], None]
-Cancel = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def retrieval(
     lengths: Iterable[int] = (512, 1024, 2000),
     depths: Iterable[float] = (0.1, 0.5, 0.9),
     seeds: Iterable[int] = (0, 1),
-    progress: Progress | None = None,
+    progress: NamedProgress | None = None,
     cancel: Cancel | None = None,
 ) -> tuple[list[RetrievalCell], list[RetrievalTask]]:
     """The ladder: every kind, length and depth, dense and sparse on the same prompts."""
@@ -254,7 +252,7 @@ def by_layer(
     *,
     layers: Iterable[int] | None = None,
     how: Sequence[str] = ("alone", "first layers"),
-    progress: Progress | None = None,
+    progress: NamedProgress | None = None,
     cancel: Cancel | None = None,
 ) -> list[LayerEffect]:
     """The effect on the logits of each layer alone, and of the first k layers, to show where error enters and grows."""

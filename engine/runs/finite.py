@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import ModelError
 
 
-def check_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_layer(layer: int, inputs: LayerInputs) -> None:
     """ModelError that names the layer if its queries, keys or values are not all finite."""
-    for name, tensor in (("queries", q), ("keys", k), ("values", v)):
+    for name, tensor in (("queries", inputs.q), ("keys", inputs.k), ("values", inputs.v)):
         if not bool(torch.isfinite(tensor).all()):
             raise not_finite(f"the {name} of layer {layer}", tensor.dtype)
 

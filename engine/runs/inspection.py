@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import ConfigMismatch
 from headscope.engine.base.machine import hardware
 from headscope.engine.base.memory import PeakMemory
+from headscope.engine.base.progress import Cancel, Progress
 from headscope.engine.config.evidence import Evidence, provenance, read_provenance
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.config.file import HeadConfig
-from headscope.engine.loss.measure import HeadMeasurement, LayerMeasurement, measure_heads
+from headscope.engine.loss.measure import HeadMeasurement, LayerMeasurement, measure_patterns
 from headscope.engine.patterns.families import Fraction, VerticalSlash
-from headscope.engine.runs.capture import Progress, stream
-from headscope.engine.runs.finite import check_layer
+from headscope.engine.runs.capture import stream
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
@@ -67,7 +68,7 @@ def inspect_prompt(
     force_weights: bool = False,
     impl: str = "auto",
     progress: Progress | None = None,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
 ) -> Inspection:
     """Prefills `input_ids` [1, S] once, dense, and measures the heads of the chosen layers under `config`.
 
@@ -78,11 +79,9 @@ def inspect_prompt(
     heads: list[HeadMeasurement] = []
     rows: list[dict[str, Any]] = []
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        check_layer(layer, q, k, v)
-        measured = measure_heads(
-            q, k, v, chosen.patterns(layer), layer=layer, scale=scale, estimator=chosen.estimator, impl=impl
-        )
+    def visit(layer: int, inputs: LayerInputs) -> None:
+        patterns = chosen.patterns(layer)
+        measured = measure_patterns(inputs, patterns, layer=layer, estimator=chosen.estimator, impl=impl)
         heads.extend(measured.heads)
         rows.append(measured.to_dict())
 
@@ -103,10 +102,8 @@ def in_situ(
     """Losses of every head on the tensors that it meets when the layers before it are sparse too."""
     measured: list[LayerMeasurement] = []
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        check_layer(layer, q, k, v)
-        patterns = config.patterns(layer)
-        measured.append(measure_heads(q, k, v, patterns, layer=layer, scale=scale, estimator=config.estimator))
+    def visit(layer: int, inputs: LayerInputs) -> None:
+        measured.append(measure_patterns(inputs, config.patterns(layer), layer=layer, estimator=config.estimator))
 
     stream(loaded, input_ids, visit, config=config, progress=progress, logits=False)
     return tuple(measured)

@@ -20,13 +20,16 @@ from typing import Any, Protocol
 
 import torch
 
-from headscope.engine.attend.attention import sparse_attention
+from headscope.engine.attend.attention import attend_sparse
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.attend.index import build_index
+from headscope.engine.attend.index import index_layer
+from headscope.engine.attend.inputs import LayerInputs, LayerVisitor
 from headscope.engine.base import files, records
 from headscope.engine.base.errors import Cancelled, HeadscopeError, PromptError
 from headscope.engine.base.heap import steady_heap
-from headscope.engine.loss.measure import LayerMeasurement, dense_pass, measure_heads, timed
+from headscope.engine.base.progress import Cancel
+from headscope.engine.base.timing import timed
+from headscope.engine.loss.measure import LayerMeasurement, dense_pass, measure_patterns
 from headscope.engine.patterns.families import Pattern
 from headscope.engine.search import stored
 from headscope.engine.search.grid import Grid, check_length
@@ -60,9 +63,6 @@ TURNS = 2
 
 LIMITS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Losses that the timed mixes are made for, as an allocation would make them."""
-
-Visit = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-Cancel = Callable[[], bool]
 
 
 class SearchError(HeadscopeError):
@@ -102,8 +102,8 @@ class SearchPrompt:
 class Source(Protocol):
     """Where Q, K and V come from: a model, or planted heads in a test."""
 
-    def stream(self, prompt: SearchPrompt, visit: Visit, layers: Sequence[int], cancel: Cancel | None) -> None:
-        """Calls `visit` with layer, q [1, Hq, S, D], k, v [1, Hkv, S, D] and scale, for each of `layers` in order."""
+    def stream(self, prompt: SearchPrompt, visit: LayerVisitor, layers: Sequence[int], cancel: Cancel | None) -> None:
+        """Calls `visit` for each of `layers` in order."""
 
     def prefill_ms(self, prompt: SearchPrompt) -> float:
         """Wall time of a whole dense prefill; 0 where there is nothing but attention."""
@@ -121,7 +121,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """Progress: `done` of `total` units (a unit is one candidate on one layer of one prompt), seconds left."""
+    """Where a search is: `done` of `total` units (a unit is one candidate on one layer of one prompt), seconds left."""
 
     done: int
     total: int
@@ -129,13 +129,13 @@ class Step:
     words: str
 
 
-Progress = Callable[[Step], None]
+SearchProgress = Callable[[Step], None]
 
 
 class _Clock:
     """Counts units and estimates what is left from the units of this process alone."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: SearchProgress | None) -> None:
         self.total, self.done, self._measured = total, 0, 0
         self._began = time.monotonic()
         self._progress = progress
@@ -191,7 +191,7 @@ def measure_prompts(
     settings: Settings,
     folder: Path,
     *,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
 ) -> None:
     """Measures what the run folder does not hold yet. Raises Cancelled within a layer; what is done is kept."""
@@ -219,8 +219,8 @@ def _measure_prompt(
     if left:
         _check(cancel)
 
-        def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-            found = measure_layer(q, k, v, scale, layer, prompt, settings, clock.tick, cancel)
+        def visit(layer: int, inputs: LayerInputs) -> None:
+            found = measure_layer(inputs, layer, prompt, settings, clock.tick, cancel)
             files.write_atomic(parts / _part(layer), files.one_line(found) + "\n", SearchError)
 
         source.stream(prompt, visit, left, cancel)
@@ -243,10 +243,7 @@ def _measure_prompt(
 
 
 def measure_layer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    inputs: LayerInputs,
     layer: int,
     prompt: SearchPrompt,
     settings: Settings,
@@ -257,17 +254,17 @@ def measure_layer(
 
     Every timing has the `dense_ms` of the dense passes beside it, since a machine is not equally fast all the time.
     """
-    heads = q.shape[1]
+    heads = inputs.query_heads
     words = f"{prompt.name}, layer {layer}"
-    dense_pass(q, k, v, scale, impl=settings.impl)  # pays for warming up
-    dense = dense_pass(q, k, v, scale, impl=settings.impl)
+    dense_pass(inputs, settings.impl)  # pays for warming up
+    dense = dense_pass(inputs, settings.impl)
     passes, rows = [dense.ms], []
     for pattern in settings.grid.candidates:
         _check(cancel)
-        found = measure_heads(
-            q, k, v, [pattern] * heads, scale=scale, estimator=settings.estimator, impl=settings.impl, dense=dense
+        found = measure_patterns(
+            inputs, [pattern] * heads, estimator=settings.estimator, impl=settings.impl, dense=dense
         )
-        passes.append(dense_pass(q, k, v, scale, impl=settings.impl).ms)
+        passes.append(dense_pass(inputs, settings.impl).ms)
         beside = (passes[-2] + passes[-1]) / 2
         rows.append({"index_ms": found.index_ms, "kernel_ms": found.kernel_ms, "dense_ms": beside} | _stats(found))
         tick(words)
@@ -275,7 +272,7 @@ def measure_layer(
     for picked in _mixes(settings.grid, rows, heads, f"{prompt.key} {layer}"):
         _check(cancel)
         patterns = [settings.grid.candidates[number] for number in picked]
-        taken = time_beside_dense(q, k, v, scale, patterns, settings.estimator, settings.impl, TURNS)
+        taken = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, TURNS)
         passes.append(taken.dense_ms)
         mixed.append({"picked": picked} | asdict(taken))
         tick(words)
@@ -290,7 +287,7 @@ def measure_layer(
 
 
 @dataclass(frozen=True)
-class Timing:
+class BesideDense:
     """A layer timed in turn with dense passes over the same q, k, v: the best of each, in ms."""
 
     index_ms: float
@@ -299,26 +296,21 @@ class Timing:
 
 
 def time_beside_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    inputs: LayerInputs,
     patterns: Sequence[Pattern],
     estimator: Estimator,
     impl: str = "auto",
     turns: int = TURNS,
-) -> Timing:
+) -> BesideDense:
     """One layer under `patterns`, `turns` times, a dense pass before and after each."""
-    dense = [dense_pass(q, k, v, scale, impl=impl).ms]
+    dense = [dense_pass(inputs, impl).ms]
     sparse = []
     for _ in range(turns):
-        index, index_ms = timed(
-            lambda: build_index(q, k, patterns, scale=scale, estimator=estimator, impl=impl), q.device
-        )
-        _, kernel_ms = timed(lambda index=index: sparse_attention(q, k, v, index, impl), q.device)  # type: ignore[misc]
+        index, index_ms = timed(lambda: index_layer(inputs, patterns, estimator=estimator, impl=impl), inputs.device)
+        _, kernel_ms = timed(lambda index=index: attend_sparse(inputs, index, impl), inputs.device)  # type: ignore[misc]
         sparse.append((index_ms, kernel_ms))
-        dense.append(dense_pass(q, k, v, scale, impl=impl).ms)
-    return Timing(*min(sparse, key=sum), min(dense))
+        dense.append(dense_pass(inputs, impl).ms)
+    return BesideDense(*min(sparse, key=sum), min(dense))
 
 
 def _mixes(grid: Grid, rows: Sequence[dict[str, Any]], heads: int, seed: str) -> list[list[int]]:

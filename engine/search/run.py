@@ -19,6 +19,7 @@ from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError, PromptError
 from headscope.engine.base.machine import hardware, versions
+from headscope.engine.base.progress import Cancel
 from headscope.engine.config.evidence import Evidence, prompt_set, provenance, read_provenance
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.patterns.families import Dense
@@ -27,10 +28,9 @@ from headscope.engine.search import stored
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import SAMPLING, Grid, default_grid
 from headscope.engine.search.measure import (
-    Cancel,
-    Progress,
     PromptResult,
     SearchError,
+    SearchProgress,
     SearchPrompt,
     Settings,
     Source,
@@ -74,7 +74,7 @@ def search_config(
     layers: Iterable[int] | None = None,
     cost: CostModel | None = None,
     impl: str = "auto",
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
     parent: str | None = None,
 ) -> SearchResult:
@@ -103,7 +103,7 @@ def measure(
     folder: Path,
     *,
     facts: dict[str, Any],
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
 ) -> tuple[PromptResult, ...]:
     """Measures what is missing, shared out over the processes of `torchrun`; returns all results, sorted by hash."""

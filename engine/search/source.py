@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headscope.engine.attend.inputs import LayerVisitor
 from headscope.engine.base.errors import OptionError, PromptError
+from headscope.engine.base.progress import Cancel
 from headscope.engine.prompts.prompt import Prompt
 from headscope.engine.prompts.sources import read_folder
 from headscope.engine.prompts.tokens import check_ids, encode
 from headscope.engine.runs.capture import chosen_layers, stream
-from headscope.engine.runs.finite import check_layer
-from headscope.engine.search.measure import Cancel, SearchPrompt, Visit
+from headscope.engine.search.measure import SearchPrompt
 from headscope.kernels import backends
 
 if TYPE_CHECKING:
@@ -41,14 +42,9 @@ class ModelSource:
             raise OptionError(f"{problem}; auto takes the fastest that serves") from problem
         return impl
 
-    def stream(self, prompt: SearchPrompt, visit: Visit, layers: Sequence[int], cancel: Cancel | None) -> None:
+    def stream(self, prompt: SearchPrompt, visit: LayerVisitor, layers: Sequence[int], cancel: Cancel | None) -> None:
         """One dense prefill; ends after the last layer that is asked for."""
-
-        def finite(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-            check_layer(layer, q, k, v)
-            visit(layer, q, k, v, scale)
-
-        stream(self.loaded, torch.tensor([prompt.ids]), finite, layers=layers, cancel=cancel, logits=False)
+        stream(self.loaded, torch.tensor([prompt.ids]), visit, layers=layers, cancel=cancel, logits=False)
 
     def prefill_ms(self, prompt: SearchPrompt) -> float:
         """Wall time of one dense prefill with the model's own attention, the better of two."""

@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from headscope.engine import build_index
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import HeadscopeError, OptionError
 from headscope.engine.bench import decoder as bench_decoder
 from headscope.engine.bench import flex as bench_flex
@@ -74,7 +75,7 @@ def test_rows_say_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "interleaved", lambda work, *_: {name: made[name] for name in work})
     q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     case = Case("vs", VerticalSlash(8, 64, sink=2, local=4))
-    timed = bench.Timed(q, k, v, 0.25, "torch", 3, print)
+    timed = bench.Timed(LayerInputs(q, k, v, 0.25), "torch", 3, print)
     base, dense, sparse = timed.rows([case])
     cells = int(membership.mask(timed.build(case)[1]).sum())
     assert (base.median_ms, base.to_baseline, base.index_ms, base.with_index) == (8, 1, None, None)

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.inputs import LayerInputs, LayerVisitor
 from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.base.progress import Cancel
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.config.host import HostProfile
 from headscope.engine.config.sets import ConfigSet, Member
@@ -25,7 +27,7 @@ from headscope.engine.runs.capture import Capture, capture
 from headscope.engine.search import run as search
 from headscope.engine.search.cost import CostModel, Fit
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import Cancel, SearchPrompt, Settings, Visit, read_prompt
+from headscope.engine.search.measure import Cancel, SearchPrompt, Settings, read_prompt
 from headscope.engine.search.table import Target
 
 FACTS: dict[str, Any] = {
@@ -168,11 +170,11 @@ def test_a_damaged_file_is_read_or_refused(name: str, count: int, tmp_path: Path
 class _Noise:
     """Q, K and V of two layers that say nothing, 96 tokens long."""
 
-    def stream(self, prompt: SearchPrompt, visit: Visit, layers: Sequence[int], cancel: Cancel | None) -> None:
+    def stream(self, prompt: SearchPrompt, visit: LayerVisitor, layers: Sequence[int], cancel: Cancel | None) -> None:
         for layer in layers:
             generator = torch.Generator().manual_seed(layer)
             q, k, v = (torch.randn(1, heads, 96, 16, generator=generator) for heads in (2, 1, 1))
-            visit(layer, q, k, v, 0.25)
+            visit(layer, LayerInputs(q, k, v, 0.25))
 
     def prefill_ms(self, prompt: SearchPrompt) -> float:
         return 5.0
@@ -235,8 +237,8 @@ def test_a_damaged_capture_is_read_or_refused(count: int, tiny_llama: LoadedMode
         with Capture.load(home) as kept:
             assert kept.describe_storage() and kept.tokens == 20
             for layer in kept.layers:
-                q, k, v = kept.layer(layer)
-                assert q.shape[2] == 20 and k.shape == v.shape and kept.scales[layer] > 0
+                inputs = kept.layer(layer)
+                assert inputs.rows == 20 and inputs.scale > 0
 
     assert attack(home, [home / "capture.json"], use, count, seed=count) > count // 4
     rng = random.Random(count)

@@ -12,6 +12,7 @@ import torch
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.attend.index import build_index
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.config import interop
 from headscope.engine.config.file import HeadConfig, HeadEntry
@@ -96,7 +97,7 @@ def test_the_loss_of_every_family_splits_into_four_steps(pattern: Pattern) -> No
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 200, 16), torch.randn(1, 1, 200, 16)
     index = build_index(q, k, [pattern])
-    split = loss_split(q, k, dense(q, k, k, index.scale, (0,))[1], index, 0)
+    split = loss_split(ScoreInputs(q, k), dense(q, k, k, index.scale, (0,))[1], index, 0)
     assert sum(split.steps) == pytest.approx(split.computed)
     assert split.top_k <= split.geometric + 1e-6 and split.top_k <= split.online + 1e-6
     if pattern.oracle == "own":

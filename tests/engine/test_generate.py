@@ -95,7 +95,8 @@ def test_inspection_against_the_softmax_matrix(tiny_llama: LoadedModel) -> None:
     ids = tokens(50)
     found = inspect_prompt(tiny_llama, ids, HeadConfig.uniform(tiny_llama.facts, AShape(2, 5)), layers=[1])
     assert [(head.layer, head.head) for head in found.heads] == [(1, head) for head in range(6)]
-    q, k, _ = capture(tiny_llama, ids).layer(1)
+    layer = capture(tiny_llama, ids).layer(1)
+    q, k = layer.q, layer.k
     scores = q.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3) * 16**-0.5
     i, j = torch.arange(50)[:, None], torch.arange(50)[None, :]
     probabilities = scores.masked_fill(j > i, float("-inf")).softmax(-1)[0]

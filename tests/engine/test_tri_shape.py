@@ -27,6 +27,7 @@ from headscope.engine import (
     masked_attention,
     sparse_attention,
 )
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.config import interop
 from headscope.engine.config.file import HeadConfig
@@ -219,7 +220,7 @@ def test_the_best_sink_and_window_leave_the_last_rows_dense() -> None:
     torch.manual_seed(1)
     q, k = torch.randn(1, 1, 300, 16), torch.randn(1, 1, 300, 16)
     index = build_index(q, k, [TriShape(4, 40, 64)])
-    split = loss_split(q, k, dense(q, k, k, index.scale, (0,))[1], index, 0)
+    split = loss_split(ScoreInputs(q, k), dense(q, k, k, index.scale, (0,))[1], index, 0)
     assert split.top_k < split.geometric <= split.online == split.computed
 
 

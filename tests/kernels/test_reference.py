@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headscope.engine import BlockSparse, Estimator, VerticalSlash, build_index, dense_attention, sparse_attention
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.loss import mass
 from headscope.kernels import backends
 from headscope.kernels.cells import reference
@@ -48,9 +49,10 @@ def test_maps_and_profiles_are_exact(seed: int) -> None:
     _, lse = dense_attention(q, k, k, starts=starts, impl="reference")
     index = build_index(q, k, [VerticalSlash(9, 20)] * 4, starts=starts, impl="reference")
     exact = reference.probabilities(q, k, reference.causal(200, 200, starts, q.device), 0.25)
-    pooled = mass.pooled_map(q, k, lse, starts=starts, shape=(1, 1), impl="reference")
-    kept = mass.pooled_map(q, k, lse, starts=starts, shape=(1, 1), index=index, impl="reference")
-    columns, distances = mass.profiles(q, k, lse, starts=starts, impl="reference")
+    inputs = ScoreInputs(q, k, starts=starts)
+    pooled = mass.pooled_map(inputs, lse, shape=(1, 1), impl="reference")
+    kept = mass.pooled_map(inputs, lse, shape=(1, 1), index=index, impl="reference")
+    columns, distances = mass.profiles(inputs, lse, impl="reference")
     rows = torch.tensor([200.0, 140.0], dtype=torch.float64)[:, None].expand(2, 4)
     assert {x.dtype for x in (pooled, kept, columns, distances)} == {torch.float64}
     for total in (pooled[..., 0, 0], columns.sum(-1), distances.sum(-1)):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from headscope.engine import BlockSparse, Dense, Fixed, build_index, dense_attention, sparse_attention
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.loss import mass
 from headscope.kernels.cells import reference
 from headscope.studio.lessons.maths import toy
@@ -94,7 +95,7 @@ def lesson(block: int, k: int, needle: float) -> BlockLesson:
     side = N // block
     index = build_index(one.q, one.k, [BlockSparse(k, block)], one.scale, tile=1)
     _, dense = dense_attention(one.q, one.k, one.v, one.scale)
-    exact = mass.pooled_map(one.q, one.k, dense, scale=one.scale, shape=(side, side))[0, 0].numpy() / block
+    exact = mass.pooled_map(ScoreInputs(one.q, one.k, one.scale), dense, shape=(side, side))[0, 0].numpy() / block
     kept = mass.coverage_map(index, shape=(side, side))[0, 0].numpy() > 0
     best = _heaviest(exact, kept)
     heaviest = Fixed(blocks=tuple((int(u), int(v)) for u, v in np.argwhere(best)), block_size=block)

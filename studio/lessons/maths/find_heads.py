@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from headscope.engine import build_index
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.loss import measure
 from headscope.engine.model.load import LoadedModel, load_model
 from headscope.engine.patterns.families import AShape, BlockSparse, Pattern, VerticalSlash, from_dict
@@ -102,15 +103,13 @@ def _widest(
     return [family(width) for width in low]
 
 
-def try_layer(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, patterns: dict[str, list[Pattern]] | None = None
-) -> list[dict[str, Trial]]:
+def try_layer(inputs: LayerInputs, patterns: dict[str, list[Pattern]] | None = None) -> list[dict[str, Trial]]:
     """Every head of a layer under the three patterns: one dict a head."""
-    chosen = equal_cells(q, k, scale) if patterns is None else patterns
-    dense = measure.dense_pass(q, k, v, scale)
-    found: list[dict[str, Trial]] = [{} for _ in range(q.shape[1])]
+    chosen = equal_cells(inputs.q, inputs.k, inputs.scale) if patterns is None else patterns
+    dense = measure.dense_pass(inputs)
+    found: list[dict[str, Trial]] = [{} for _ in range(inputs.query_heads)]
     for kind, of_heads in chosen.items():
-        for one in measure.measure_heads(q, k, v, of_heads, scale=scale, tile=1, dense=dense).heads:
+        for one in measure.measure_patterns(inputs, of_heads, tile=1, dense=dense).heads:
             found[one.head][kind] = Trial(
                 one.pattern, one.computed_pairs, one.missed_mass_mean, one.missed_mass_worst, one.output_error
             )
@@ -121,8 +120,8 @@ def try_model(loaded: LoadedModel, prompt: str) -> dict[tuple[int, int], dict[st
     """Every head of a model on one prompt, by (layer, head)."""
     found: dict[tuple[int, int], dict[str, Trial]] = {}
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        for head, trials in enumerate(try_layer(q, k, v, scale)):
+    def visit(layer: int, inputs: LayerInputs) -> None:
+        for head, trials in enumerate(try_layer(inputs)):
             found[layer, head] = trials
 
     capture.stream(loaded, prompt_ids(loaded, prompt), visit, logits=False)

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
-
-from headscope.engine import build_index
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.loss import measure
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.model.packaged import PACKAGED, cache_dir
@@ -116,13 +114,11 @@ def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tu
         if context is not None:
             context.step(done, layers, what)
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    def visit(layer: int, inputs: LayerInputs) -> None:
         for one in known.heads:
             if one.layer == layer:
                 step(layer, f"Measuring {one.name}")
-                at = one.head // (q.shape[1] // k.shape[1])
-                own = (q[:, one.head : one.head + 1], k[:, at : at + 1], v[:, at : at + 1])
-                found[layer, one.head] = _again(one, prompt, *own, scale)
+                found[layer, one.head] = _again(one, prompt, inputs.head(one.head))
 
     ids = find_heads.prompt_ids(loaded, prompt, known.tokens)
     capture.stream(
@@ -136,15 +132,14 @@ def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tu
     return tuple(found[one.layer, one.head] for one in known.heads)
 
 
-def _again(one: KnownHead, prompt: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LiveHead:
+def _again(one: KnownHead, prompt: str, inputs: LayerInputs) -> LiveHead:
     patterns = {family: [trial.pattern] for family, trial in one.evidence[prompt].items()}
-    trials = find_heads.try_layer(q, k, v, scale, patterns)[0]
-    dense = measure.dense_pass(q, k, v, scale)
+    trials = find_heads.try_layer(inputs, patterns)[0]
+    dense = measure.dense_pass(inputs)
     maps = {}
     for family, of_head in patterns.items():
-        result = measure.measure_heads(q, k, v, of_head, scale=scale, tile=1, dense=dense)
-        index = build_index(q, k, of_head, scale, tile=1)
-        maps[family] = head_maps(q, k, dense.lse, index, result.missed[0, 0], cells=CELLS)
+        result = measure.measure_patterns(inputs, of_head, tile=1, dense=dense)
+        maps[family] = head_maps(inputs, dense.lse, result.index, result.missed[0, 0], cells=CELLS)
     return LiveHead(one, trials, maps)
 
 
