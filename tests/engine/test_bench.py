@@ -178,7 +178,7 @@ def test_captures_are_timed_with_the_online_index(tiny_llama: LoadedModel) -> No
     assert all(row.missed_mean is not None and row.missed_worst is not None for row in sparse)
     long = {row.layer: row for row in sparse if row.length == 512}
 
-    def check(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    def check(layer: int, inputs: LayerInputs) -> None:
         heads = measure_heads(q, k, v, [cases[0].pattern] * q.shape[1], scale=scale).heads
         missed = [head.missed_mass_mean for head in heads]
         assert long[layer].missed_mean == pytest.approx(sum(missed) / len(missed), abs=1e-5)
