@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-ORIGINS = ("sample", "file", "pasted", "uploaded", "made")
+ORIGINS = ("sample", "file", "pasted", "uploaded")
 
 
 @dataclass(frozen=True)
