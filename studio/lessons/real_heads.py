@@ -22,6 +22,7 @@ from headscope.engine.runs import capture
 from headscope.studio.base import words
 from headscope.studio.base.words import percent
 from headscope.studio.charts import charts
+from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import GLYPHS, Theme
 from headscope.studio.lessons import figures, find_heads, parts
 from headscope.studio.lessons.find_heads import FAMILIES, Trial
@@ -198,7 +199,7 @@ def draw_evidence(heads: Sequence[KnownHead], theme: Theme) -> go.Figure:
 def draw_map(found: HeadMaps, family: str | None, missed: float, theme: Theme) -> go.Figure:
     """The dense map, or the same with what a family leaves out washed in orange."""
     title = "Dense, exact" if family is None else f"{GLYPHS[family]} {family}: misses {percent(missed)}"
-    return charts.pooled_map(
+    return pooled_map(
         found.dense,
         found.row_edges,
         found.column_edges,
@@ -272,7 +273,7 @@ def _live(known: HeadsFile, theme: Theme) -> None:
     results: dict[str, tuple[LiveHead, ...]] = st.session_state.setdefault("real-live", {})
     _take(results)
     working = JOB in st.session_state
-    if working and widgets.progress(state.lab(), state.view()) is None:
+    if working and widgets.progress(state.page()) is None:
         st.rerun()
     if prompt in results:
         _pictures(results[prompt], prompt, theme)
@@ -291,13 +292,13 @@ def _live(known: HeadsFile, theme: Theme) -> None:
 
 def _start(model: str, prompt: str) -> None:
     """Queues the measurement as this session's job."""
-    held = state.lab()
+    lab = state.lab()
 
     def work(context: Context) -> tuple[LiveHead, ...]:
-        return live(held.load(model, context), prompt, context)
+        return live(lab.models.load(model, context), prompt, context)
 
     try:
-        job = held.worker.submit(state.view().session, "lesson", f"Measuring four heads on {prompt}", work)
+        job = lab.worker.submit(state.view().session, "lesson", f"Measuring four heads on {prompt}", work)
     except HeadscopeError as error:
         st.session_state["real-problem"] = str(error)
     else:

@@ -65,9 +65,9 @@ class Comparison:
         return body
 
 
-def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
+def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
-    loaded = held.load(run.row.model, context)
+    loaded = lab.models.load(run.row.model, context)
     ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
     grid, estimator = draft.patterns, draft.estimator
     heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
@@ -93,7 +93,7 @@ def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
         found[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
 
     stream(loaded, ids, visit, config=config, cancel=lambda: context.cancelled, logits=False)
-    isolated = _isolated(held, context, run, draft, tuple(found))
+    isolated = _isolated(lab, context, run, draft, tuple(found))
     first, second = (torch.log_softmax(logits.double(), -1) for logits in (dense_logits, sparse_logits))
     made = Comparison(
         dense=dense,
@@ -108,16 +108,16 @@ def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
         title=draft.title,
         run_id=run.id,
     )
-    _remember(held, run, made)
+    _remember(lab, run, made)
     return made
 
 
-def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
+def _isolated(lab: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
     """Mean isolated loss of each layer; heads that were edited and not looked at since are measured now.
 
     NaN for a layer that cannot be measured, since the capture is no longer stored.
     """
-    known = held.grid(run.id, draft.patterns, draft.estimator)
+    known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
     missing = [
         (layer, head, draft.patterns[layer][head])
         for layer in layers
@@ -126,17 +126,17 @@ def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Seque
     ]
     if missing:
         with suppress(CaptureError):
-            held.measure(run, missing, context, estimator=draft.estimator)
-            known = held.grid(run.id, draft.patterns, draft.estimator)
+            lab.measurements.measure(run, missing, context, estimator=draft.estimator)
+            known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
     return tuple(
         sum(math.nan if one is None else one.missed_mass_mean for one in known[layer]) / len(known[layer])
         for layer in layers
     )
 
 
-def _remember(held: Lab, run: Run, made: Comparison) -> None:
+def _remember(lab: Lab, run: Run, made: Comparison) -> None:
     try:
-        held.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
+        lab.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
     except StoreError:
         return  # the comparison is on the page; the record of it can wait for a database that works
 
