@@ -7,20 +7,16 @@ import polars as pl
 import streamlit as st
 
 from headscope.engine.base.errors import HeadscopeError
-from headscope.engine.loss.measure import HeadMeasurement
 from headscope.studio.base import words
 from headscope.studio.charts.overview import overview as draw_overview
 from headscope.studio.charts.theme import GLYPHS
 from headscope.studio.ui import head, setup, widgets
 from headscope.studio.ui.context import RunContext
-from headscope.studio.ui.measured import measured
+from headscope.studio.ui.measured import MeasuredGrid, measured
 from headscope.studio.ui.opening import open_run
 from headscope.studio.ui.panels import more_about
 from headscope.studio.work.jobs import sentence
 from headscope.studio.work.results import METRICS, metric_grid, worst_order
-
-Measured = list[list[HeadMeasurement | None]]
-"""Every head as measured, by layer and head."""
 
 
 def main() -> None:
@@ -47,7 +43,7 @@ def results(page: RunContext) -> None:
         one_head(page, values)
 
 
-def overview(page: RunContext, values: list[list[float]], grid: Measured) -> None:
+def overview(page: RunContext, values: list[list[float]], grid: MeasuredGrid) -> None:
     """Layers x heads, and the same heads as a table, worst first."""
     head.choose_metric(page, "heads-metric")
     table, draft = np.asarray(values), page.draft
@@ -83,7 +79,7 @@ def clicked(page: RunContext) -> None:
         page.view.go(*cell)
 
 
-def worst_first(page: RunContext, values: list[list[float]], grid: Measured) -> None:
+def worst_first(page: RunContext, values: list[list[float]], grid: MeasuredGrid) -> None:
     """The heads as a table; a chosen row is looked at."""
     order = worst_order(values)
     rows = [(place, one) for place in order if (one := grid[place[0]][place[1]]) is not None]
@@ -154,7 +150,7 @@ def one_head(page: RunContext, values: list[list[float]]) -> None:
     more_about(page, detail)
 
 
-def all_heads(grid: Measured) -> pl.DataFrame:
+def all_heads(grid: MeasuredGrid) -> pl.DataFrame:
     """Every head's numbers, for the download."""
     flat = [one for row in grid for one in row if one is not None]
     numbers = (

@@ -14,8 +14,11 @@ from headscope.studio.base import words
 from headscope.studio.ui.context import RunContext
 from headscope.studio.work.measurements import QUICK_HEADS
 
+MeasuredGrid = list[list[HeadMeasurement | None]]
+"""Every head as measured, by layer and head; None where it is not."""
 
-def measured(page: RunContext) -> list[list[HeadMeasurement | None]]:
+
+def measured(page: RunContext) -> MeasuredGrid:
     """Every head of the draft as measured on this run; a few that are missing are measured now, many as a job."""
     run, draft, measurements = page.run, page.draft, page.lab.measurements
     grid = measurements.grid(run.id, draft.patterns, draft.estimator)

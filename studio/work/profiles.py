@@ -11,7 +11,6 @@ from headscope.engine.attend.index import Index
 from headscope.engine.loss import mass
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.layout import Layout
-from headscope.studio.work.maps import edges
 
 MOST_SPANS = 1024
 """A figure has no more points than this at any length."""
@@ -71,7 +70,8 @@ def kept_lines(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pooled(share: np.ndarray, kept: np.ndarray, spans: int) -> Profile:
-    limits = edges(0, len(share), spans)
+    width = -(-len(share) // spans)  # all spans alike but the last: a span of two tokens holds more than one of one
+    limits = (*range(0, len(share), width), len(share))
     starts = np.asarray(limits[:-1])
     return Profile(
         limits,

@@ -62,7 +62,7 @@ def test_no_colour_is_one_that_streamlit_replaces() -> None:
 
 
 def profile(length: int) -> Profile:
-    limits = edges(0, length, MOST_SPANS)
+    limits = edges(0, length, min(length, MOST_SPANS))
     share = np.full(len(limits) - 1, 1 / (len(limits) - 1))
     return Profile(limits, share, np.ones_like(share), share)
 

@@ -32,3 +32,10 @@ def test_importing_all_of_them_brings_no_streamlit() -> None:
     code += "print('streamlit' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("path", [ROOT / "app.py", *sorted((ROOT / "pages").glob("*.py"))], ids=lambda path: path.stem)
+def test_a_page_has_no_text_on_its_own(path) -> None:  # type: ignore[no-untyped-def]
+    """Streamlit shows a string that stands alone in a page, such as the docstring of a constant."""
+    _, *rest = ast.parse(path.read_text(encoding="utf-8")).body
+    assert not [node.lineno for node in rest if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
