@@ -136,7 +136,12 @@ def missed_along(
         )
     top = float(max(worst.max(), 0.0 if before is None else before.max(), 0.01))
     layout(figure, theme, title, 250, hovermode="x")
-    figure.update_xaxes(title="query position (token)", range=[row_edges[0], row_edges[-1]])
+    _missed_axes(figure, (row_edges[0], row_edges[-1]), top, theme)
+    return figure
+
+
+def _missed_axes(figure: go.Figure, rows: tuple[int, int], top: float, theme: Theme) -> None:
+    figure.update_xaxes(title="query position (token)", range=list(rows))
     figure.update_yaxes(
         title="missed share",
         range=[0, min(1.02, top * 1.08)],
@@ -145,7 +150,6 @@ def missed_along(
         showgrid=True,
         gridcolor=theme.grid,
     )
-    return figure
 
 
 AREA_NAMES = ("blocks", "columns outside blocks", "causal waste", "padding of the last block")

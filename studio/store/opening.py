@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import duckdb
@@ -65,7 +66,7 @@ def _migrate(connection: duckdb.DuckDBPyConnection) -> None:
 
 def _open_error(error: duckdb.Error, path: Path) -> StoreError:
     words = str(error).lower()
-    if "lock" in words:
+    if re.search(r"\block\b", words):  # not a damaged "block"
         return StoreLocked(
             f"Another headscope has {path.name} open: close it, or start this one on another file with --db."
         )

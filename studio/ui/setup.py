@@ -48,7 +48,7 @@ def choose(page: PageContext) -> None:
 def _model(page: PageContext) -> None:
     names = list(dict.fromkeys([*PACKAGED, page.view.model, *(row.model for row in page.lab.store.runs())]))
 
-    def chosen(value: str | None) -> None:
+    def write(value: str | None) -> None:
         if value:
             page.view.model = value.strip()
 
@@ -56,7 +56,7 @@ def _model(page: PageContext) -> None:
         "Model",
         names,
         accept_new_options=_is_local(),
-        **state.bind("model", page.view.model, chosen),
+        **state.bind("model", page.view.model, write),
         help="A packaged model, or type a local folder, a GGUF file or a hub id",
     )
     if page.view.model in PACKAGED:

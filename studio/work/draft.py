@@ -79,8 +79,8 @@ class Draft:
     @cached_property
     def estimator(self) -> Estimator:
         """How the online index samples: as in the version that the draft stands on."""
-        chosen = (edit.estimator for edit in reversed(self.edits) if edit.estimator is not None)
-        return next(chosen, self.base_estimator)
+        newest_first = (edit.estimator for edit in reversed(self.edits) if edit.estimator is not None)
+        return next(newest_first, self.base_estimator)
 
     @cached_property
     def standing(self) -> tuple[str, str | None, int]:

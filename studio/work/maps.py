@@ -131,8 +131,8 @@ def dense_sums(
     shape = (len(row_edges) - 1, len(column_edges) - 1)
     spans = {"rows": (row_edges[0], row_edges[-1]), "cols": (column_edges[0], column_edges[-1])}
     pooled = mass.pooled_map(q, k, lse, scale=scale, shape=shape, rows=spans["rows"], cols=spans["cols"])
-    found: np.ndarray = pooled[0, 0].cpu().numpy()
-    return found
+    sums: np.ndarray = pooled[0, 0].cpu().numpy()
+    return sums
 
 
 def causal_pairs(row_edges: tuple[int, ...], column_edges: tuple[int, ...]) -> np.ndarray:
@@ -188,13 +188,13 @@ def _places(
 ) -> tuple[Place, ...]:
     """The largest missed cells, at most one a row, among the rows that miss most."""
     worst = missed.cpu().topk(min(WORST_ROWS, missed.shape[0])).indices + first
-    found: list[Place] = []
+    largest: list[Place] = []
     for part in worst.split(32):
         lost = probe(part)
         value, key = lost.max(dim=1)
-        found += [Place(*cell) for cell in zip(part.tolist(), key.tolist(), value.tolist(), strict=True)]
-    found.sort(key=lambda place: (-place.probability, place.query))
-    return tuple(place for place in found[:count] if place.probability > 1e-5)
+        largest += [Place(*cell) for cell in zip(part.tolist(), key.tolist(), value.tolist(), strict=True)]
+    largest.sort(key=lambda place: (-place.probability, place.query))
+    return tuple(place for place in largest[:count] if place.probability > 1e-5)
 
 
 def _blank(values: np.ndarray, void: np.ndarray) -> np.ndarray:

@@ -352,6 +352,15 @@ def test_a_read_only_file_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -
         Store(path)
 
 
+def test_a_damaged_block_is_damage_and_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise duckdb.IOException("IO Error: Corrupt database file: computed checksum of block 3 does not match")
+
+    monkeypatch.setattr(duckdb, "connect", refuse)
+    with pytest.raises(StoreCorrupt, match="is damaged"):
+        Store(path)
+
+
 def test_a_full_disk_while_saving_loses_no_version_and_the_next_save_works(tmp_path: Path) -> None:
     """The limit on file size stands in for a full disk: writes beyond it fail in the middle of the save."""
     code = f"""
