@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -181,8 +181,13 @@ class Capture:
         return LayerInputs(q, k, v, self._scales[layer])
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes the capture to a folder, whole or not at all. An earlier capture there is replaced."""
+        """Writes the capture to a folder, whole or not at all. An earlier capture there is replaced.
+
+        The earlier one steps aside under another name of the same folder and goes last, so one of the two is whole
+        on disk at every moment; whoever loads a folder after a save that was killed in between finds the earlier one.
+        """
         target = Path(folder)
+        _put_back(target)
         if target.exists() and not (target / "capture.json").is_file() and (target.is_file() or any(target.iterdir())):
             raise CaptureError(f"{target} holds other things: choose a new folder for the capture")
         scratch = _scratch(target)
@@ -200,9 +205,7 @@ class Capture:
             }
             files.write_atomic(scratch / "capture.json", files.indented(facts, 0) + "\n", CaptureError)
             with _disk_errors(f"save the capture in {target}"):
-                if target.exists():
-                    shutil.rmtree(target)
-                os.replace(scratch, target)
+                _exchange(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return target
@@ -211,6 +214,7 @@ class Capture:
     def load(cls, folder: str | os.PathLike[str]) -> Capture:
         """A capture that `save` wrote; layers are read when asked for. CaptureError when it is none, or damaged."""
         source = Path(folder)
+        _put_back(source)
         facts = files.read_json(source / "capture.json", CaptureError)
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             raise CaptureError(f'{source} is no capture: its capture.json must say "format": "{FORMAT}"')
@@ -334,6 +338,34 @@ def _scratch(target: Path) -> Path:
 
 def _write_layer(path: Path, inputs: LayerInputs) -> None:
     _write_tensors(path, {"q": inputs.q, "k": inputs.k, "v": inputs.v})
+
+
+def _aside(target: Path) -> Path:
+    """Where the capture of a folder is while another takes its place."""
+    return target.parent / f".headscope-{target.name}.replaced"
+
+
+def _exchange(scratch: Path, target: Path) -> None:
+    """Puts a finished folder where `target` is; an OSError leaves `target` as it was."""
+    aside = _aside(target)
+    if not target.exists():
+        os.replace(scratch, target)
+        return
+    shutil.rmtree(aside, ignore_errors=True)  # of a save that was killed once the new one was in place
+    os.replace(target, aside)
+    try:
+        os.replace(scratch, target)
+    except BaseException:
+        os.replace(aside, target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put_back(target: Path) -> None:
+    """Brings back the capture that stepped aside for a save that was killed before its own was in place."""
+    if not target.exists() and _aside(target).is_dir():
+        with suppress(OSError):
+            os.replace(_aside(target), target)
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

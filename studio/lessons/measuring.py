@@ -28,7 +28,7 @@ def under_way(key: str) -> bool:
     """Shows how far this session's measurement is, or what stopped it; False once there is none to wait for."""
     _take(key)
     working = f"{key}-job" in st.session_state
-    if working and widgets.progress(state.lab(), state.view()) is None:
+    if working and widgets.progress(state.page()) is None:
         st.rerun()
     if problem := st.session_state.pop(f"{key}-problem", ""):
         st.error(words.plain_markdown(problem))

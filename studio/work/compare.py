@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import CaptureError, PromptError
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.loss import measure
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.runs.answer import Answer, answer, next_token_kl
 from headscope.engine.runs.capture import stream
-from headscope.engine.runs.finite import check_layer
 from headscope.kernels.cells.plan import TILES_VERSION
 from headscope.studio.base.errors import StoreError
 from headscope.studio.work import prompts
@@ -57,9 +57,9 @@ class Comparison:
         return body
 
 
-def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
+def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
-    loaded = held.load(run.row.model, context)
+    loaded = lab.models.load(run.row.model, context)
     ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
     grid, estimator = draft.patterns, draft.estimator
     heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
@@ -86,14 +86,13 @@ def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     dense, sparse = run_once("Dense", 0, None), run_once("Sparse", layers, config)
     found: dict[int, float] = {}
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    def visit(layer: int, inputs: LayerInputs) -> None:
         context.step(2 * layers + layer, 3 * layers, f"Measuring in place: layer {layer + 1} of {layers}")
-        check_layer(layer, q, k, v)
-        result = measure.measure_heads(q, k, v, grid[layer], layer=layer, scale=scale, estimator=estimator)
+        result = measure.measure_patterns(inputs, grid[layer], layer=layer, estimator=estimator)
         found[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
 
     stream(loaded, ids, visit, config=config, cancel=lambda: context.cancelled, logits=False)
-    isolated = _isolated(held, context, run, draft, tuple(found))
+    isolated = _isolated(lab, context, run, draft, tuple(found))
     first, second = (torch.log_softmax(one.logits.double(), -1) for one in (dense, sparse))
     made = Comparison(
         dense=dense,
@@ -108,16 +107,16 @@ def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
         title=draft.title,
         run_id=run.id,
     )
-    _remember(held, run, made)
+    _remember(lab, run, made)
     return made
 
 
-def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
+def _isolated(lab: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
     """Mean isolated loss of each layer; heads that were edited and not looked at since are measured now.
 
     NaN for a layer that cannot be measured, since the capture is no longer stored.
     """
-    known = held.grid(run.id, draft.patterns, draft.estimator)
+    known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
     missing = [
         (layer, head, draft.patterns[layer][head])
         for layer in layers
@@ -126,17 +125,17 @@ def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Seque
     ]
     if missing:
         with suppress(CaptureError):
-            held.measure(run, missing, context, estimator=draft.estimator)
-            known = held.grid(run.id, draft.patterns, draft.estimator)
+            lab.measurements.measure(run, missing, context, estimator=draft.estimator)
+            known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
     return tuple(
         sum(math.nan if one is None else one.missed_mass_mean for one in known[layer]) / len(known[layer])
         for layer in layers
     )
 
 
-def _remember(held: Lab, run: Run, made: Comparison) -> None:
+def _remember(lab: Lab, run: Run, made: Comparison) -> None:
     try:
-        held.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
+        lab.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
     except StoreError:
         return  # the comparison is on the page; the record of it can wait for a database that works
 

@@ -26,7 +26,7 @@ from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.bench.timing import Timing, gate
 from headscope.engine.cli.bench import bench as command
 from headscope.engine.config.host import HostProfile
-from headscope.engine.loss.measure import measure_heads
+from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed, Pattern, VerticalSlash
 from headscope.engine.runs.capture import stream
@@ -179,7 +179,7 @@ def test_captures_are_timed_with_the_online_index(tiny_llama: LoadedModel) -> No
     long = {row.layer: row for row in sparse if row.length == 512}
 
     def check(layer: int, inputs: LayerInputs) -> None:
-        heads = measure_heads(q, k, v, [cases[0].pattern] * q.shape[1], scale=scale).heads
+        heads = measure_patterns(inputs, [cases[0].pattern] * inputs.query_heads).heads
         missed = [head.missed_mass_mean for head in heads]
         assert long[layer].missed_mean == pytest.approx(sum(missed) / len(missed), abs=1e-5)
         assert long[layer].missed_worst == pytest.approx(max(missed), abs=1e-5)

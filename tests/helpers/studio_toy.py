@@ -11,7 +11,7 @@ import torch
 
 from headscope.engine.model.load import LoadedModel
 from headscope.studio.ui import state
-from headscope.studio.work import lab as lab_module
+from headscope.studio.work import models
 from headscope.studio.work.lab import Lab
 from headscope.studio.work.shelf import Shelf
 
@@ -55,7 +55,7 @@ def toy(tiny: LoadedModel) -> LoadedModel:
 
 def make_lab(loaded: LoadedModel, folder: Path, patch: pytest.MonkeyPatch, path: Path | None = None) -> Lab:
     """A lab on a database in `folder`, whose models all are `loaded`, put where the pages look for it."""
-    patch.setattr(lab_module, "load_model", lambda name, progress=None: loaded)
+    patch.setattr(models, "load_model", lambda name, progress=None: loaded)
     made = Lab(path or folder / "studio.duckdb", Shelf(folder / "captures", 2**30))
     patch.setattr(state, "lab", lambda: made)
     return made

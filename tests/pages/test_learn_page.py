@@ -208,7 +208,7 @@ def until(at: AppTest, reached: Callable[[], bool]) -> None:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker of its own in place of the lab, and a model that is there."""
-    one = SimpleNamespace(worker=Worker(), load=lambda name, context: None)
+    one = SimpleNamespace(worker=Worker(), models=SimpleNamespace(load=lambda name, context: None))
     monkeypatch.setattr(state, "lab", lambda: one)
     monkeypatch.setattr(real_heads, "fetched", lambda model: True)
     yield one

@@ -13,6 +13,7 @@ from headscope.engine.model.packaged import PACKAGED
 from headscope.studio.base import words
 from headscope.studio.base.words import percent
 from headscope.studio.charts import charts
+from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import GLYPHS, Theme
 from headscope.studio.lessons import figures, measuring, parts
 from headscope.studio.lessons.maths import real_heads as maths
@@ -71,7 +72,7 @@ def draw_evidence(heads: Sequence[KnownHead], theme: Theme) -> go.Figure:
 def draw_map(found: HeadMaps, family: str | None, missed: float, theme: Theme) -> go.Figure:
     """The dense map, or the same with what a family leaves out washed in orange."""
     title = "Dense, exact" if family is None else f"{GLYPHS[family]} {family}: misses {percent(missed)}"
-    return charts.pooled_map(
+    return pooled_map(
         found.dense,
         found.row_edges,
         found.column_edges,
@@ -136,7 +137,7 @@ def _live(known: HeadsFile, theme: Theme) -> None:
         st.caption(f"Reads {known.tokens:,} tokens of the sample with {known.model}: 10 to 30 s on two cores, once.")
 
         def work(context: Context) -> tuple[LiveHead, ...]:
-            return maths.live(state.lab().load(known.model, context), prompt, context)
+            return maths.live(state.lab().models.load(known.model, context), prompt, context)
 
         measuring.button(
             "real",
