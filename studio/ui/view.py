@@ -57,14 +57,14 @@ class CheckedChoice:
 
 @dataclass
 class SearchView:
-    """The search page's part of a view. `taken` is the last job whose result is here.
+    """The search page's part of a view. `search_id` is the one looked at, `taken` the last job whose result is here.
 
     `search` is the one that is open, `by_tiles` the same with tiles as the cost, `sweep` its curve with what it is of.
     """
 
     form: SearchForm = field(default_factory=SearchForm)
     target: TargetForm = field(default_factory=TargetForm)
-    chosen: str = ""
+    search_id: str = ""
     taken: str = ""
     search: StoredSearch | None = None
     by_tiles: StoredSearch | None = None
