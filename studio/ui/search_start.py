@@ -11,9 +11,9 @@ from headscope.engine.model.packaged import PACKAGED
 from headscope.engine.search.grid import default_grid
 from headscope.engine.search.table import Target
 from headscope.studio.base import words
+from headscope.studio.data import prompts
 from headscope.studio.ui import state
 from headscope.studio.ui.context import PageContext
-from headscope.studio.work import prompts
 from headscope.studio.work import search as search_view
 from headscope.studio.work.search import SearchRequest
 

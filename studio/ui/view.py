@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headscope.engine.model.packaged import PACKAGED
-from headscope.studio.work import prompts
-from headscope.studio.work.results import METRICS, Run
+from headscope.studio.data import prompts
+from headscope.studio.data.results import METRICS, Run
 
 if TYPE_CHECKING:
     from headscope.engine.search.check import Expected

@@ -12,8 +12,8 @@ import torch
 from headscope.engine import VerticalSlash, build_index, dense_attention, sparse_attention
 from headscope.engine.loss import mass
 from headscope.engine.loss.measure import timed
+from headscope.studio.lab.jobs import Context
 from headscope.studio.lessons.maths import toy
-from headscope.studio.work.jobs import Context
 
 N = 58
 
