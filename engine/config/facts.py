@@ -147,10 +147,15 @@ def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
         return ""
     head = {**shape, "hidden_size": int(config.hidden_size), "vocab_size": int(config.vocab_size)}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+    parameters = sorted(model.named_parameters(), key=lambda item: item[0])
+    norms = [
+        (name, parameter)
+        for name, parameter in parameters
         # Norms of queries and keys may be split over tensor-parallel ranks; all others are whole on each.
-        if "norm" not in name or parameter.ndim != 1 or "q_norm" in name or "k_norm" in name:
-            continue
+        if "norm" in name and parameter.ndim == 1 and "q_norm" not in name and "k_norm" not in name
+    ]
+    covered = {_layer_of(name) for name, _ in norms}
+    for name, parameter in norms + _smallest_of_each_layer(parameters, covered):
         tensor = parameter.detach()
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()
@@ -159,3 +164,21 @@ def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
         digest.update(name.encode())
         digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _layer_of(name: str) -> str | None:
+    """The number of a parameter's layer, as text."""
+    numbers = (part for part in name.split(".") if part.isdigit())
+    return next(numbers, None)
+
+
+def _smallest_of_each_layer(parameters: list[tuple[str, Any]], covered: set[str | None]) -> list[tuple[str, Any]]:
+    """For layers without a norm that has weights: their smallest parameter that is not split over processes."""
+    smallest: dict[str, tuple[str, Any]] = {}
+    for name, parameter in parameters:
+        layer = _layer_of(name)
+        if layer is None or layer in covered or hasattr(parameter, "placements"):
+            continue
+        if layer not in smallest or parameter.numel() < smallest[layer][1].numel():
+            smallest[layer] = (name, parameter)
+    return list(smallest.values())
