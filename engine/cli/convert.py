@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from headscope.engine.base import files
-from headscope.engine.base.errors import ConfigError
+from headscope.engine.base.errors import ConfigError, ConfigMismatch
 from headscope.engine.config import interop
 from headscope.engine.config.file import HeadConfig
 
@@ -61,9 +61,7 @@ def convert_file(
     if form == "headscope" and model is not None:
         raise ConfigError("--model is for importing; a headscope config already says which model it is for.")
     config = (
-        HeadConfig.from_dict(value, str(source))
-        if form == "headscope"
-        else interop.import_foreign(value, form, _facts(model), source.name)
+        HeadConfig.from_dict(value, str(source)) if form == "headscope" else _import(value, form, source.name, model)
     )
     if to == "headscope":
         config.save(destination)
@@ -74,9 +72,22 @@ def convert_file(
     return [f"Lost: {note}." for note in export.notes]
 
 
-def _facts(model: str | None) -> Any:
+def _import(value: Any, form: str, name: str, model: str | None) -> HeadConfig:
+    """The config that a foreign file holds; ConfigMismatch with every reason why it cannot be for `model`."""
+    config = interop.import_foreign(value, form, None, name)
     if model is None:
-        return None
+        return config
+    from headscope.engine.model import plan
     from headscope.engine.model.load import load_model
 
-    return load_model(model).facts
+    loaded = load_model(model)
+    facts = loaded.facts
+    reasons = []
+    if len(config.heads) != facts.layers:
+        reasons.append(f"layers: the config is for {len(config.heads)}, the model has {facts.layers}")
+    if len(config.heads[0]) != facts.query_heads:
+        reasons.append(f"query heads: the config is for {len(config.heads[0])}, the model has {facts.query_heads}")
+    reasons += plan.problems(config, plan.layer_reasons(loaded.model))
+    if reasons:
+        raise ConfigMismatch(loaded.name, reasons)
+    return interop.import_foreign(value, form, facts, name)
