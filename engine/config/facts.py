@@ -12,6 +12,8 @@ import torch
 from headscope.engine.base.errors import ModelError
 
 FULL = "full_attention"
+_NO_ROPE = {"type": "none", "theta": 0.0, "scaling": {}}
+"""Of a model whose positions enter in another way, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ def _rope(config: Any) -> dict[str, Any]:
     if FULL in parameters:  # one set per layer type; None where full-attention layers have no positions
         parameters = parameters[FULL]
         if parameters is None:
-            return {"type": "none", "theta": 1.0, "scaling": {}}
+            return {**_NO_ROPE}
+    if not parameters and not any(name.startswith(("rope", "rotary")) for name in vars(config)):
+        return {**_NO_ROPE}
     rest = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
     theta = parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     return {

@@ -102,6 +102,17 @@ def test_the_fingerprint_covers_layers_without_norms() -> None:
         before = after
 
 
+def test_the_facts_know_models_without_rope() -> None:
+    import transformers
+
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4))
+    assert facts_of(gpt2).rope["type"] == "none"
+    gptj = transformers.GPTJForCausalLM(
+        transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    )
+    assert facts_of(gptj).rope["type"] == "default"
+
+
 def write_gguf(path: Path, tiny: LoadedModel, change: Callable[[Any, dict[str, np.ndarray]], None]) -> Path:
     """A tiny llama as a GGUF file, changed by `change(writer, tensors)` before it is written."""
     import gguf
