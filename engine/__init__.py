@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from headscope.engine.patterns.families import FAMILIES
+
 if TYPE_CHECKING:
     from headscope.engine.attend.attention import dense_attention, masked_attention, sparse_attention
     from headscope.engine.attend.estimator import Estimator
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
     from headscope.engine.loss.measure import HeadMeasurement, LayerMeasurement, measure_heads
     from headscope.engine.model.apply import apply
     from headscope.engine.model.load import LoadedModel, ModelFacts, fetch, load_model
-    from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
+    from headscope.engine.patterns.budgets import Fraction
+    from headscope.engine.patterns.families import *  # noqa: F403
     from headscope.engine.runs.capture import Capture
     from headscope.engine.search.run import search_config
 
+_FAMILY_NAMES = [family.__name__ for family in FAMILIES.values()]
 _HOMES = {
     "attend.attention": ("dense_attention", "masked_attention", "sparse_attention"),
     "runs.capture": ("Capture",),
@@ -49,22 +53,18 @@ _HOMES = {
     "model.apply": ("apply",),
     "loss.measure": ("HeadMeasurement", "LayerMeasurement", "measure_heads"),
     "model.load": ("LoadedModel", "ModelFacts", "fetch", "load_model"),
-    "patterns.families": ("AShape", "BlockSparse", "Dense", "Fixed", "Fraction", "VerticalSlash"),
+    "patterns.families": ("Fraction", *_FAMILY_NAMES),
     "search.run": ("search_config",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "AShape",
-    "BlockSparse",
     "Cancelled",
     "Capture",
     "CaptureError",
     "ConfigError",
     "ConfigMismatch",
-    "Dense",
     "Estimator",
-    "Fixed",
     "Fraction",
     "HeadConfig",
     "HeadMeasurement",
@@ -76,7 +76,6 @@ __all__ = [
     "ModelError",
     "ModelFacts",
     "PromptError",
-    "VerticalSlash",
     "apply",
     "build_index",
     "dense_attention",
@@ -87,6 +86,7 @@ __all__ = [
     "search_config",
     "sparse_attention",
 ]
+__all__ += _FAMILY_NAMES
 
 
 def __getattr__(name: str) -> Any:

@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import polars as pl
 import streamlit as st
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.config.evidence import read_evidence, read_provenance
 from headscope.engine.config.facts import ModelFacts
+from headscope.engine.config.file import HeadConfig
 from headscope.studio.base import words
-from headscope.studio.store.store import ConfigRow
-from headscope.studio.ui import setup, state, widgets
-from headscope.studio.ui.state import View
+from headscope.studio.store.rows import ConfigRow
+from headscope.studio.ui import widgets
+from headscope.studio.ui.context import PageContext, RunContext
+from headscope.studio.ui.measured import measured
+from headscope.studio.ui.opening import open_run
 from headscope.studio.work import exports
-from headscope.studio.work.draft import Draft, Grid, differences
+from headscope.studio.work.draft import Grid, differences
 from headscope.studio.work.exports import RoundTrip
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import Run
 
 
 def main() -> None:
-    held, seen = widgets.page("Configs")
-    run = state.current_run(held, seen)
-    state.keep_link(seen, run)
-    draft = None if run is None else state.draft_of(held, seen.session, run.facts)
-    widgets.strip(run, draft)
+    page = widgets.open_page("Configs")
+    opened = open_run(page)
+    if opened is not None:
+        widgets.strip(opened)
     left, right = st.columns([4, 7], gap="large")
     with left:
-        keep(held, seen, run, draft)
-        bring_in(held, seen, None if run is None else run.facts)
+        keep(page, opened)
+        bring_in(page, None if opened is None else opened.run.facts)
     with right:
-        versions(held, seen, run, draft)
+        versions(page, opened)
 
 
-def keep(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> None:
+def keep(page: PageContext, opened: RunContext | None) -> None:
     """The draft, and saving it under a name."""
     st.subheader("Your draft", anchor=False)
-    if run is None or draft is None:
+    if opened is None:
         st.markdown(
             "No run is open, so there is no draft. Run a prompt on the Heads page, or choose one of the saved versions."
         )
         return
-    changed = len(draft.changed)
+    draft, changed = opened.draft, len(opened.draft.changed)
     st.text(
         f"{draft.title}: {words.count(changed, 'head differs', 'heads differ') if changed else 'nothing changed yet'}"
     )
-    missing = sum(one is None for row in setup.measured(held, seen, run, draft) for one in row)
+    missing = sum(one is None for row in measured(opened) for one in row)
     if missing:
         st.caption(
             f"{words.count(missing, 'head has', 'heads have')} no measurement and would be saved without evidence."
@@ -56,18 +59,24 @@ def keep(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> None:
     if pressed and not name.strip():
         st.error("Give the version a name first.")
     elif pressed:
-        try:
-            held.reopen()
-            stored, _ = exports.save_draft(held, draft, run, name, note)
-        except HeadscopeError as error:
-            seen.notice = f"{error} Your draft is untouched."
-        else:
-            seen.version = stored.id
-            seen.good_news = f"Saved as version {stored.number}."
+        save(opened, name, note)
         st.rerun()
 
 
-def bring_in(held: Lab, seen: View, facts: ModelFacts | None) -> None:
+def save(page: RunContext, name: str, note: str) -> None:
+    """Stores the draft as a version, or says why not."""
+    lab, view = page.lab, page.view
+    try:
+        lab.reopen()
+        row, _ = exports.save_draft(lab, page.draft, page.run, name, note)
+    except HeadscopeError as error:
+        view.notice = f"{error} Your draft is untouched."
+    else:
+        view.version = row.id
+        view.good_news = f"Saved as version {row.number}."
+
+
+def bring_in(page: PageContext, facts: ModelFacts | None) -> None:
     """Import of a config file."""
     st.subheader("Bring a config in", anchor=False)
     file = st.file_uploader("A headscope config, JSON", key="import", label_visibility="collapsed")
@@ -84,28 +93,28 @@ def bring_in(held: Lab, seen: View, facts: ModelFacts | None) -> None:
         st.caption("No run is open, so whether it fits a model is checked when you restore it.")
     if st.button("Save as a version", key="import-save", icon=":material/download_done:"):
         try:
-            stored = exports.save_imported(held, config, file.name.removesuffix(".json")[:120])
+            row = page.lab.store.save_config(file.name.removesuffix(".json")[:120], config, note="imported")
         except HeadscopeError as error:
-            seen.notice = str(error)
+            page.view.notice = str(error)
         else:
-            seen.version = stored.id
-            seen.good_news = f"Imported as version {stored.number}."
+            page.view.version = row.id
+            page.view.good_news = f"Imported as version {row.number}."
         st.rerun()
 
 
-def versions(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> None:
+def versions(page: PageContext, opened: RunContext | None) -> None:
     """All versions, and the chosen one."""
     st.subheader("Versions", anchor=False)
-    frame = held.store.configs()
+    frame = page.lab.store.configs()
     if frame.is_empty():
         st.markdown("Nothing is saved yet. Tune a head or two, give the draft a name, and it stays here for good.")
         return
     ids = frame["id"].to_list()
 
     def picked() -> None:
-        chosen = st.session_state["versions"]["selection"]["rows"]
-        if chosen and chosen[0] < len(ids):
-            seen.version = ids[chosen[0]]
+        picked_rows = st.session_state["versions"]["selection"]["rows"]
+        if picked_rows and picked_rows[0] < len(ids):
+            page.view.version = ids[picked_rows[0]]
 
     parent = pl.col("parent").cast(pl.String).fill_null("–")
     shown = frame.select("number", "name", parent, "model", "heads", "note", "created_at")
@@ -123,80 +132,87 @@ def versions(held: Lab, seen: View, run: Run | None, draft: Draft | None) -> Non
             "created_at": st.column_config.DatetimeColumn("saved (UTC)"),
         },
     )
-    if seen.version not in ids:
-        seen.version = ids[0]
-    row = held.store.config(seen.version)
+    if page.view.version not in ids:
+        page.view.version = ids[0]
+    try:
+        row = page.lab.store.config(page.view.version)
+    except HeadscopeError as error:
+        st.error(words.plain_markdown(str(error)))
+        return
     if row is not None:
-        one_version(held, seen, run, draft, row, frame)
+        one_version(page, opened, row, frame)
 
 
-def one_version(
-    held: Lab, seen: View, run: Run | None, draft: Draft | None, row: ConfigRow, frame: pl.DataFrame
-) -> None:
+def one_version(page: PageContext, opened: RunContext | None, row: ConfigRow, frame: pl.DataFrame) -> None:
     """One version: go back to it, take it home, what it differs in, where it comes from."""
     st.subheader(f"Version {row.number}", anchor=False)
     st.text(row.name + (f"\n{row.note}" if row.note else ""))
     with st.container(horizontal=True):
-        fits = run is not None and (len(row.heads), len(row.heads[0])) == (run.facts.layers, run.facts.query_heads)
         st.button(
             "Restore as the draft",
             key="restore",
             icon=":material/history:",
-            disabled=not fits or draft is None,
+            disabled=opened is None or not _same_shape(exports.grid_of(row.config), opened.draft.patterns),
             help="The draft then stands on this version; Undo on the Tune page takes it back",
             on_click=restore,
-            args=(held, seen, run, draft, row),
+            args=(opened, row),
         )
-        job = held.worker.latest(seen.session)
         if st.button(
             "Check the export",
             key="export",
             icon=":material/fact_check:",
-            disabled=job is not None and job.open,
+            disabled=page.busy,
             help="Writes the file, loads it with the engine, measures every head again and compares",
         ):
-            try:
-                evidence_run = None if row.run_id is None else held.run(row.run_id)
-                held.worker.submit(
-                    seen.session, "export", row.id, lambda context: exports.round_trip(held, context, row, evidence_run)
-                )
-            except HeadscopeError as error:
-                seen.notice = str(error)
+            check_export(page, row)
             st.rerun()
-    widgets.progress(held, seen)
-    checked = seen.extra.get("export")
-    if checked is not None and checked[0] == row.id:
-        exported(checked[1])
-    differs(held, row, draft, frame)
+    widgets.progress(page)
+    if page.view.export is not None and page.view.export[0] == row.id:
+        exported(page.view.export[1])
+    differs(page, opened, row, frame)
     comes_from(row)
 
 
-def restore(held: Lab, seen: View, run: Run | None, draft: Draft | None, row: ConfigRow) -> None:
+def check_export(page: PageContext, row: ConfigRow) -> None:
+    """Queues the check as this session's job; a refusal becomes the page's notice."""
+    lab = page.lab
+    try:
+        evidence_run = None if row.run_id is None else lab.runs.open(row.run_id)
+        lab.worker.submit(
+            page.view.session, "export", row.id, lambda context: exports.round_trip(lab, context, row, evidence_run)
+        )
+    except HeadscopeError as error:
+        page.view.notice = str(error)
+
+
+def restore(page: RunContext, row: ConfigRow) -> None:
     """Puts the draft onto a version, if the version fits the model."""
-    if run is None or draft is None:
-        return
-    reasons = exports.head_config(row).check(run.facts)
+    reasons = exports.to_file(row).check(page.run.facts)
     if reasons:
-        seen.notice = "This version does not fit the model of the open run: " + "; ".join(reasons) + "."
+        page.view.notice = "This version does not fit the model of the open run: " + "; ".join(reasons) + "."
         return
-    newest = held.draft(draft.id) or draft
-    held.keep_draft(newest.onto(exports.title(row), row.id, exports.grid_of(row), Estimator.from_dict(row.estimator)))
-    seen.good_news = f"The draft stands on version {row.number} now."
+    newest = page.lab.drafts.newest(page.draft)
+    page.lab.drafts.keep(newest.onto(row.title, row.id, exports.grid_of(row.config), row.config.estimator))
+    page.view.good_news = f"The draft stands on version {row.number} now."
 
 
-def exported(made: RoundTrip) -> None:
+def _same_shape(one: Grid, other: Grid) -> bool:
+    return (len(one), len(one[0])) == (len(other), len(other[0]))
+
+
+def exported(check: RoundTrip) -> None:
     """What the check said, and the file if it is good."""
-    if not made.good:
-        st.error(words.plain_markdown("The export is not good: " + "; ".join(made.problems) + "."))
+    if not check.good:
+        st.error(words.plain_markdown("The export is not good: " + "; ".join(check.problems) + "."))
         return
     st.success(
-        f"Good: the engine loaded the file, and {made.heads} heads measured again from it agree with their evidence "
-        f"(largest difference in missed mass {made.largest_difference:.1e})."
+        f"Good: the engine loaded the file, and {check.heads} heads measured again from it agree with their evidence "
+        f"(largest difference in missed mass {check.largest_difference:.1e})."
     )
     st.download_button(
         "Download the config",
-        made.text,
-        made.file_name,
+        check.text,
+        check.file_name,
         "application/json",
         key="take",
         type="primary",
@@ -205,48 +221,41 @@ def exported(made: RoundTrip) -> None:
     )
 
 
-def differs(held: Lab, row: ConfigRow, draft: Draft | None, frame: pl.DataFrame) -> None:
+@dataclass(frozen=True)
+class Other:
+    """What a version is compared with: its name, patterns and sampling; its config if it is a version."""
+
+    name: str
+    grid: Grid
+    estimator: Estimator
+    config: HeadConfig | None
+
+
+def differs(page: PageContext, opened: RunContext | None, row: ConfigRow, frame: pl.DataFrame) -> None:
     """The heads that differ from another version, or from the draft."""
-    others: dict[str, Grid] = {}
-    if draft is not None:
-        others["the draft"] = draft.patterns
-    for other in frame.filter(pl.col("id") != row.id).iter_rows(named=True):
-        others[f"version {other['number']}"] = ()
-    if not others:
+    other = choose_other(page, opened, row, frame)
+    if other is None:
         return
-    parent = frame.filter(pl.col("id") == row.id)["parent"].to_list()[0]
-    names = list(others)
-    wanted = f"version {parent}"
-    against = st.selectbox(
-        "Compare with", names, index=names.index(wanted) if wanted in names else 0, key=f"against-{row.id}"
-    )
-    other_row = None
-    if against != "the draft":
-        number = int(against.removeprefix("version "))
-        other_row = held.store.config(frame.filter(pl.col("number") == number)["id"].to_list()[0])
-    other_grid = others[against] if other_row is None else exports.grid_of(other_row)
-    grid = exports.grid_of(row)
-    if (len(grid), len(grid[0])) != (len(other_grid), len(other_grid[0])):
+    grid, sampling = exports.grid_of(row.config), row.config.estimator
+    if not _same_shape(grid, other.grid):
         st.caption("They are for models of different shape, so there is nothing to compare head by head.")
         return
-    sampling = Estimator.from_dict(row.estimator)
-    other_sampling = Estimator.from_dict(other_row.estimator) if other_row is not None else None
-    if against == "the draft" and draft is not None:
-        other_sampling = draft.estimator
-    if other_sampling is not None and other_sampling != sampling:
-        st.caption(f"Sampling differs: here {words.sampling(sampling)}; in {against} {words.sampling(other_sampling)}.")
-    found = differences(other_grid, grid)
-    if not found:
-        st.caption(f"No head differs from {against}.")
+    if other.estimator != sampling:
+        st.caption(
+            f"Sampling differs: here {words.sampling(sampling)}; in {other.name} {words.sampling(other.estimator)}."
+        )
+    changes = differences(other.grid, grid)
+    if not changes:
+        st.caption(f"No head differs from {other.name}.")
         return
-    st.markdown(f"**{words.count(len(found), 'head differs', 'heads differ')}** from {against}")
+    st.markdown(f"**{words.count(len(changes), 'head differs', 'heads differ')}** from {other.name}")
     table = pl.DataFrame(
         {
-            "head": [f"L{layer} H{head}" for layer, head, _, _ in found],
-            f"in {against}": [words.label(one) for _, _, one, _ in found],
-            f"in version {row.number}": [words.label(two) for _, _, _, two in found],
-            f"missed, {against}": [_missed(other_row, layer, head) for layer, head, _, _ in found],
-            f"missed, version {row.number}": [_missed(row, layer, head) for layer, head, _, _ in found],
+            "head": [f"L{layer} H{head}" for layer, head, _, _ in changes],
+            f"in {other.name}": [words.label(one) for _, _, one, _ in changes],
+            f"in version {row.number}": [words.label(two) for _, _, _, two in changes],
+            f"missed, {other.name}": [_missed(other.config, layer, head) for layer, head, _, _ in changes],
+            f"missed, version {row.number}": [_missed(row.config, layer, head) for layer, head, _, _ in changes],
         }
     )
     percent = st.column_config.NumberColumn(format="percent")
@@ -254,24 +263,42 @@ def differs(held: Lab, row: ConfigRow, draft: Draft | None, frame: pl.DataFrame)
         table,
         hide_index=True,
         alt="Heads that differ",
-        height=min(340, 38 + 35 * len(found)),
+        height=min(340, 38 + 35 * len(changes)),
         column_config={name: percent for name in table.columns if name.startswith("missed")},
     )
 
 
-def _missed(row: ConfigRow | None, layer: int, head: int) -> float | None:
-    notes = None if row is None else row.heads[layer][head][1]
-    proof = (notes or {}).get("evidence") or {}
-    value = proof.get("missed_mass_mean")
+def choose_other(page: PageContext, opened: RunContext | None, row: ConfigRow, frame: pl.DataFrame) -> Other | None:
+    """What to compare with: the draft or a version, at first the one that this one came from; None if there is none."""
+    ids = {f"version {other['number']}": other["id"] for other in frame.iter_rows(named=True) if other["id"] != row.id}
+    names = [*(["the draft"] if opened is not None else []), *ids]
+    if not names:
+        return None
+    parent = f"version {frame.filter(pl.col('id') == row.id)['parent'].to_list()[0]}"
+    at = names.index(parent) if parent in names else 0
+    name = st.selectbox("Compare with", names, index=at, key=f"against-{row.id}")
+    if name == "the draft" and opened is not None:
+        return Other(name, opened.draft.patterns, opened.draft.estimator, None)
+    try:
+        other = page.lab.store.config(ids[name])
+    except HeadscopeError as error:
+        st.error(words.plain_markdown(str(error)))
+        return None
+    return None if other is None else Other(name, exports.grid_of(other.config), other.config.estimator, other.config)
+
+
+def _missed(config: HeadConfig | None, layer: int, head: int) -> float | None:
+    evidence = None if config is None else config.heads[layer][head].evidence
+    value = read_evidence(evidence).get("missed_mass_mean")
     return float(value) if isinstance(value, int | float) else None
 
 
 def comes_from(row: ConfigRow) -> None:
     """Provenance, as it goes into the file."""
     with st.expander("Where it comes from", icon=":material/account_tree:"):
-        st.json(row.provenance, expanded=1)
+        st.json(read_provenance(row.config.provenance), expanded=1)
         st.caption("The model that it is for")
-        st.json(row.model, expanded=False)
+        st.json(row.config.model, expanded=False)
 
 
 main()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from headscope.engine.attend import checks as shapes
 from headscope.engine.attend.index import Index
+from headscope.engine.attend.inputs import LayerInputs, Starts
 from headscope.kernels import backends
 from headscope.kernels.cells import reference
 
@@ -22,14 +22,19 @@ def sparse_attention(
     A row with no cell gives output 0 and LSE -inf. `ValueError` where shapes, devices or the named `impl` do
     not fit the index.
     """
-    shapes.check_qkv(q, k, v)
+    return attend_sparse(LayerInputs(q, k, v, index.scale), index, impl)
+
+
+def attend_sparse(inputs: LayerInputs, index: Index, impl: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_attention` over checked inputs. Scale and starts are those of the index."""
     layout = index.computed
     expected = (layout.batch, layout.heads, layout.q_len, layout.kv_len)
-    got = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    got = (inputs.batch, inputs.query_heads, inputs.rows, inputs.length)
     if got != expected:
         raise ValueError(f"index was built for batch, heads, rows, keys = {expected}, got q and k with {got}")
-    if q.device != layout.device:
-        raise ValueError(f"index lies on {layout.device}, q on {q.device}")
+    if inputs.device != layout.device:
+        raise ValueError(f"index lies on {layout.device}, q on {inputs.device}")
+    q, k, v = inputs.q, inputs.k, inputs.v
     out, lse = backends.choose(impl, q, layout).attend(q, k, v, layout, index.scale)
     return out.to(q.dtype), lse
 
@@ -39,13 +44,17 @@ def dense_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float | None = None,
-    starts: shapes.Starts = None,
+    starts: Starts = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal softmax attention over every real key: out [B, Hq, S, D] in q's dtype, LSE [B, Hq, S]."""
-    shapes.check_qkv(q, k, v)
-    first = shapes.check_starts(starts, q, k)
-    out, lse = backends.choose(impl, q).dense(q, k, v, shapes.check_scale(scale, q), first)
+    return attend_dense(LayerInputs(q, k, v, scale, starts), impl)
+
+
+def attend_dense(inputs: LayerInputs, impl: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """`dense_attention` over checked inputs."""
+    q = inputs.q
+    out, lse = backends.choose(impl, q).dense(q, inputs.k, inputs.v, inputs.scale, inputs.starts)
     return out.to(q.dtype), lse
 
 
@@ -53,12 +62,12 @@ def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The float64 reference: softmax over any boolean mask [B, Hq, S, T] (or one that broadcasts to it)."""
-    shapes.check_qkv(q, k, v)
-    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    inputs = LayerInputs(q, k, v, scale)
+    full = (inputs.batch, inputs.query_heads, inputs.rows, inputs.length)
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         raise ValueError(f"mask must be a boolean tensor that broadcasts to {full}")
     try:
         mask = mask.expand(full)
     except RuntimeError:
         raise ValueError(f"mask must broadcast to {full}, got {tuple(mask.shape)}") from None
-    return reference.masked(q, k, v, mask, shapes.check_scale(scale, q))
+    return reference.masked(q, k, v, mask, inputs.scale)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headscope.engine.attend import checks as shapes
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.inputs import ScoreInputs, Starts, check_tile
 from headscope.engine.patterns.families import Pattern
 from headscope.kernels import backends
 from headscope.kernels.cells import counts, membership
@@ -66,7 +66,7 @@ def build_index(
     k: torch.Tensor,
     patterns: Sequence[Pattern],
     scale: float | None = None,
-    starts: shapes.Starts = None,
+    starts: Starts = None,
     tile: int | None = None,
     estimator: Estimator | None = None,
     impl: str = "auto",
@@ -78,19 +78,28 @@ def build_index(
     position (left padding). `tile` None is the rule `tiles/1`, 1 means no expansion, and other even widths are
     for teaching. `ValueError` names the argument that does not fit.
     """
-    shapes.check_qk(q, k)
-    if len(patterns) != q.shape[1]:
-        raise ValueError(f"patterns must hold one pattern per query head: {q.shape[1]}, got {len(patterns)}")
-    wrong = next((p for p in patterns if not isinstance(p, Pattern)), None)
+    return index_layer(ScoreInputs(q, k, scale, starts), patterns, tile, estimator, impl)
+
+
+def index_layer(
+    inputs: ScoreInputs,
+    patterns: Sequence[Pattern],
+    tile: int | None = None,
+    estimator: Estimator | None = None,
+    impl: str = "auto",
+) -> Index:
+    """`build_index` over checked inputs."""
+    if len(patterns) != inputs.query_heads:
+        raise ValueError(f"patterns must hold one pattern per query head: {inputs.query_heads}, got {len(patterns)}")
+    wrong = next((pattern for pattern in patterns if not isinstance(pattern, Pattern)), None)
     if wrong is not None:
         raise ValueError(f"patterns must hold Pattern objects, got {type(wrong).__name__}")
-    width = TILE if tile is None else shapes.check_tile(tile)
-    first = shapes.check_starts(starts, q, k)
-    settings = estimator if estimator is not None else Estimator()
-    backend = backends.choose(impl, q)
-    factor = shapes.check_scale(scale, q)
-    requested, computed = backend.build(q, k, _plans(patterns, k.shape[2], first), first, factor, settings, width)
-    return Index(requested, computed, tuple(patterns), factor, first, settings, backend.name)
+    width = TILE if tile is None else check_tile(tile)
+    sampling = estimator if estimator is not None else Estimator()
+    backend = backends.choose(impl, inputs.q)
+    plans = _plans(patterns, inputs.length, inputs.starts)
+    requested, computed = backend.build(inputs.q, inputs.k, plans, inputs.starts, inputs.scale, sampling, width)
+    return Index(requested, computed, tuple(patterns), inputs.scale, inputs.starts, sampling, backend.name)
 
 
 def _plans(patterns: Sequence[Pattern], kv_len: int, starts: tuple[int, ...]) -> list[HeadPlan]:

@@ -18,6 +18,12 @@ class ModelError(HeadscopeError):
     """A model that cannot be fetched, found, loaded or used."""
 
 
+class UnusableModel(ModelError):
+    """A name or a file that is no model which can be used here, whatever the machine and the network do."""
+
+    exit_code = 2
+
+
 class PromptError(HeadscopeError):
     """A prompt that is empty, unreadable or too long."""
 

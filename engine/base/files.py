@@ -15,6 +15,7 @@ import numbers
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -39,8 +40,8 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes, error: type[He
     sentence if the disk is full or the place cannot be written; the old file is then untouched.
     """
     target = Path(path)
-    raw = data.encode("utf-8") if isinstance(data, str) else data
     try:
+        raw = data.encode("utf-8") if isinstance(data, str) else data
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
         if target.exists() and not target.is_file():  # /dev/stdout, a pipe: nothing there to replace
@@ -51,10 +52,39 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes, error: type[He
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, raw)
     except (OSError, ValueError) as problem:
-        failed = error(_cannot_write(Path(path), problem))
-        failed.exit_code = 1  # nothing is wrong with what was given, whatever `error` stands for elsewhere
-        raise failed from problem
+        raise _failed(Path(path), problem, error) from problem
     return target
+
+
+def check_writable(path: str | os.PathLike[str], error: type[HeadscopeError] = ConfigError) -> None:
+    """Raise what `write_atomic` would raise for this place, before the work whose result goes there.
+
+    Nothing is left behind: a temporary file is made and removed in the folder, or in the nearest one that exists.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a folder", str(target))
+        if target.exists() and not target.is_file():
+            if not os.access(target, os.W_OK):
+                raise PermissionError(errno.EACCES, "no permission", str(target))
+            return
+        target = Path(os.path.realpath(target))
+        with suppress(FileNotFoundError):
+            target.lstat()  # a name that is too long
+        folder = target.parent
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as problem:
+        raise _failed(Path(path), problem, error) from problem
+
+
+def _failed(path: Path, problem: OSError | ValueError, error: type[HeadscopeError]) -> HeadscopeError:
+    failed = error(_cannot_write(path, problem))
+    failed.exit_code = 1  # nothing is wrong with what was given, whatever `error` stands for elsewhere
+    return failed
 
 
 def _replace(target: Path, raw: bytes) -> None:
@@ -110,7 +140,8 @@ def read_bytes(
     try:
         if source.is_dir():
             raise error(f"{source} is a folder; give a file.")
-        with source.open("rb") as handle:
+        # Without waiting: a named pipe that nobody writes to would be waited for without end.
+        with open(source, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as handle:
             if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
                 raise error(f"{source} is not an ordinary file.")
             raw = handle.read(limit + 1)
@@ -240,6 +271,11 @@ def indented(value: Any, level: int) -> str:
     """JSON over several lines as it stands inside an object at `level`, two spaces a level."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
     return text.replace("\n", "\n" + "  " * level)
+
+
+def printable(path: str | os.PathLike[str]) -> str:
+    """A path as text that every file can hold: bytes of it that are no UTF-8 are written as escapes."""
+    return os.fspath(path).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def listing(names: Iterable[Any], most: int = 6) -> str:

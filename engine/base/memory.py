@@ -6,6 +6,7 @@ import resource
 import sys
 from contextlib import suppress
 
+import psutil
 import torch
 
 _MIB = 1 << 20
@@ -31,22 +32,22 @@ class PeakMemory:
         else:
             with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # resets the high-water mark
-            self._start = _status("VmRSS") or _whole_process()
+            self._start = psutil.Process().memory_info().rss / _MIB
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._cuda is not None:
             self.peak_mib = torch.cuda.max_memory_allocated(self._cuda) / _MIB
         else:
-            self.peak_mib = _status("VmHWM") or _whole_process()
+            self.peak_mib = _high_water() or _whole_process()
         self.above_mib = max(0.0, self.peak_mib - self._start)
 
 
-def _status(field: str) -> float:
-    """A field of this process's status in MiB; 0 where there is none."""
+def _high_water() -> float:
+    """Most resident memory since the mark was reset, in MiB; 0 where the system keeps none. psutil does not read it."""
     with suppress(OSError), open("/proc/self/status") as lines:
         for line in lines:
-            if line.startswith(field + ":"):
+            if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
     return 0.0
 

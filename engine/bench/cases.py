@@ -1,4 +1,4 @@
-"""What `headscope bench` runs: model shapes by name, fixed clustered indexes, and inputs with planted structure."""
+"""What `headscope bench` runs: sparse settings, fixed clustered indexes, and inputs with planted structure."""
 
 from __future__ import annotations
 
@@ -8,30 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headscope.engine.patterns.families import AShape, BlockSparse, Pattern, VerticalSlash
+from headscope.engine.bench.shapes import Shape
+from headscope.engine.patterns.families import LARGEST_BUDGET, AShape, BlockSparse, Pattern, VerticalSlash
 from headscope.kernels.cells.layout import PAD, Layout
 from headscope.kernels.cells.plan import TILE, HeadPlan
 from headscope.kernels.torch import index as torch_index
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Heads of one layer."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-
-
-SHAPES = {
-    "llama3-8b": Shape(32, 8, 128),
-    "qwen2.5-7b": Shape(28, 4, 128),
-    "qwen3-8b": Shape(32, 8, 128),
-    "mistral-7b": Shape(32, 8, 128),
-    "phi3-mini": Shape(32, 32, 96),
-    "smollm2": Shape(9, 3, 64),
-    "gemma3-270m": Shape(4, 1, 256),
-}
 
 
 @dataclass(frozen=True)
@@ -42,9 +23,11 @@ class Case:
     pattern: Pattern
 
     @property
-    def clustered(self) -> bool:
-        """Whether attention is timed on a fixed clustered index, since random inputs have no slashes to find."""
-        return isinstance(self.pattern, VerticalSlash)
+    def clustered(self) -> tuple[int, int] | None:
+        """Columns and distances of the fixed clustered index that attention is timed on, since random inputs have no
+        slashes to find; None where the pattern buys no distances."""
+        plan = self.pattern.plan(LARGEST_BUDGET)  # at this length nothing is cut off
+        return (plan.vertical, plan.slash) if plan.slash else None
 
 
 CASES = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headscope.engine.bench.cases import SHAPES, Shape
+from headscope.engine.bench.shapes import SHAPES, Shape
 
 PARTS = ("projections", "index", "attention", "other")
 

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import OptionError
 from headscope.engine.bench import flex as bench_flex
-from headscope.engine.bench.cases import CASES, Case, Shape, clustered_layout, plant, random_qkv
+from headscope.engine.bench.cases import CASES, Case, clustered_layout, plant, random_qkv
+from headscope.engine.bench.shapes import Shape
 from headscope.engine.bench.timing import Timing, baseline, gate, interleaved, machine
 from headscope.engine.config.host import HostProfile
 from headscope.engine.loss import mass
-from headscope.engine.patterns.families import AShape, VerticalSlash
+from headscope.engine.patterns.families import VerticalSlash
 from headscope.engine.prompts.tokens import check_ids
 from headscope.engine.runs.capture import chosen_layers, stream
 from headscope.kernels import backends
@@ -125,7 +127,7 @@ def run(
             scale = shape.head_dim**-0.5
             try:
                 q, k, v = random_qkv(shape, batch, length, dtype, device)
-                layer = Timed(q, k, v, scale, impl, repeats, progress)
+                layer = Timed(LayerInputs(q, k, v, scale), impl, repeats, progress)
                 del q, k, v
                 rows += layer.rows(cases, fixed=shape, flex=flex)
                 if batch == batches[0] and length in _PLANTED_LENGTHS:
@@ -170,9 +172,9 @@ def run_captures(
     rows: list[Row] = []
     for length in wanted:
 
-        def visit(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-            progress(f"{loaded.name}, layer {number}, {q.shape[2]} tokens")
-            layer = Timed(q.contiguous(), k.contiguous(), v.contiguous(), scale, impl, repeats, progress, number)
+        def visit(number: int, inputs: LayerInputs) -> None:
+            progress(f"{loaded.name}, layer {number}, {inputs.rows} tokens")
+            layer = Timed(inputs.contiguous(), impl, repeats, progress, number)
             rows.extend(layer.rows(cases, flex=flex))
 
         try:
@@ -223,12 +225,9 @@ def host_profile(report: Report) -> HostProfile:
 
 @dataclass(frozen=True)
 class Timed:
-    """One layer's q [B, Hq, n, D], k and v [B, Hkv, n, D], and how it is to be timed."""
+    """What one layer reads, contiguous, and how it is to be timed."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    scale: float
+    inputs: LayerInputs
     impl: str
     repeats: int
     progress: Callable[[str], None]
@@ -236,12 +235,12 @@ class Timed:
 
     @property
     def backend(self) -> backends.Backend:
-        return backends.choose(self.impl, self.q)
+        return backends.choose(self.impl, self.inputs.q)
 
     def rows(self, cases: Sequence[Case], fixed: Shape | None = None, flex: bool = False) -> list[Row]:
         """Baseline, dense and every case. `fixed` (the heads) times vertical-slash on clustered lists."""
-        q, k, v, scale, backend = self.q, self.k, self.v, self.scale, self.backend
-        starts = (0,) * q.shape[0]
+        inputs, backend = self.inputs, self.backend
+        q, k, v, scale, starts = inputs.q, inputs.k, inputs.v, inputs.scale, inputs.starts
         dense = backend.dense(q, k, v, scale, starts)
         checked = {"dense": _Checked(gate("dense", dense, q, k, v, scale, None), None)}
         work: dict[str, Callable[[], Any]] = {
@@ -251,10 +250,8 @@ class Timed:
         layouts: dict[str, Layout] = {}
         for case in cases:
             layout = self.build(case)[1]
-            if fixed is not None and case.clustered and isinstance(case.pattern, VerticalSlash):
-                vertical, slash = case.pattern.vertical, case.pattern.slash
-                assert isinstance(vertical, int) and isinstance(slash, int)
-                layout = clustered_layout(fixed, q.shape[0], q.shape[2], vertical, slash, q.device)
+            if fixed is not None and case.clustered:
+                layout = clustered_layout(fixed, q.shape[0], q.shape[2], *case.clustered, q.device)
             layouts[case.name] = layout
             checked[case.name] = self._check(case.name, layout, dense[1])
             work[case.name] = lambda layout=layout: backend.attend(q, k, v, layout, scale)  # type: ignore[misc]
@@ -270,23 +267,26 @@ class Timed:
 
     def build(self, case: Case) -> tuple[Layout, Layout]:
         """The requested and the computed cells of an index of this case."""
-        plans = [case.pattern.plan(self.k.shape[2])] * (self.q.shape[0] * self.q.shape[1])
-        starts = (0,) * self.q.shape[0]
-        made: tuple[Layout, Layout] = self.backend.build(self.q, self.k, plans, starts, self.scale, Estimator(), TILE)
-        return made
+        inputs = self.inputs
+        plans = [case.pattern.plan(inputs.length)] * (inputs.batch * inputs.query_heads)
+        layouts: tuple[Layout, Layout] = self.backend.build(
+            inputs.q, inputs.k, plans, inputs.starts, inputs.scale, Estimator(), TILE
+        )
+        return layouts
 
     def _check(self, name: str, layout: Layout, dense_lse: torch.Tensor) -> _Checked:
         """Passes the gate, and what the layout misses."""
-        result = self.backend.attend(self.q, self.k, self.v, layout, self.scale)
-        error = gate(name, result, self.q, self.k, self.v, self.scale, layout)
+        inputs = self.inputs
+        result = self.backend.attend(inputs.q, inputs.k, inputs.v, layout, inputs.scale)
+        error = gate(name, result, inputs.q, inputs.k, inputs.v, inputs.scale, layout)
         missed = mass.missed_mass(result[1], dense_lse).mean(-1, dtype=torch.float64)
         return _Checked(error, (float(missed.mean()), float(missed.max())))
 
     def _flex(self, layouts: dict[str, Layout]) -> dict[str, Callable[[], Any]]:
-        if reason := bench_flex.reason_to_skip(self.q, self.k):
+        if reason := bench_flex.reason_to_skip(self.inputs.q, self.inputs.k):
             self.progress(f"FlexAttention left out: {reason}")
             return {}
-        made = bench_flex.calls(self.q, self.k, self.v, self.scale, layouts)
+        made = bench_flex.calls(self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.scale, layouts)
         try:
             for call in made.values():
                 call()
@@ -299,7 +299,7 @@ class Timed:
         self, layouts: dict[str, Layout], checked: dict[str, _Checked], times: dict[str, Timing], choice: dict[str, str]
     ) -> list[Row]:
         """Table rows from the timings of one layer."""
-        batch, heads, length, dim = self.q.shape
+        batch, heads, length, dim = self.inputs.q.shape
         causal = batch * heads * length * (length + 1) // 2
         base = times["baseline"].median
         rows = []
@@ -335,7 +335,7 @@ class Timed:
 
 
 def _choice(case: Case, fixed: bool) -> str:
-    if isinstance(case.pattern, AShape):
+    if not case.pattern.online:
         return EXACT
     return FIXED if fixed and case.clustered else ONLINE
 
@@ -350,11 +350,11 @@ class _Checked:
 
 def _planted(layer: Timed, shape: Shape) -> tuple[dict[str, Any], Row]:
     """How much of a planted structure the online index finds, and what that takes."""
-    length = layer.q.shape[2]
-    q, k, planted = plant(layer.q[:1], layer.k[:1])
-    inputs = replace(layer, q=q, k=k, v=layer.v[:1])
-    row = next(row for row in inputs.rows([_PLANTED]) if row.name == _PLANTED.name)
-    table = membership.tables(inputs.build(_PLANTED)[0])
+    length, inputs = layer.inputs.length, layer.inputs
+    q, k, planted = plant(inputs.q[:1], inputs.k[:1])
+    with_lines = replace(layer, inputs=LayerInputs(q, k, inputs.v[:1], inputs.scale))
+    row = next(row for row in with_lines.rows([_PLANTED]) if row.name == _PLANTED.name)
+    table = membership.tables(with_lines.build(_PLANTED)[0])
     found = {
         "length": length,
         "columns_found": float(table.column[:, list(planted.columns)].float().mean()),

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.machine import hardware, versions
-from headscope.engine.bench.cases import SHAPES, Shape
+from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.search.cost import CostModel, fit
 from headscope.engine.search.grid import SAMPLING, default_grid
 from headscope.engine.search.measure import (
@@ -28,9 +29,7 @@ from headscope.engine.search.measure import (
 from headscope.engine.search.table import Table, Target, allocate
 
 
-def made_layer(
-    shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def made_layer(shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype) -> LayerInputs:
     """q [1, heads, tokens, dim], k and v [1, kv_heads, tokens, dim] with attention that is uneven in known ways."""
     heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -56,7 +55,7 @@ def made_layer(
         q[head, :, -2], q[head, :, -1] = 12.0 * strength[2], 16.0 * strength[3]
     v = torch.randn(kv_heads, tokens, dim, generator=generator).to(device)
     # The scale of the scores is 1; q carries it, so that a caller passes scale = 1.
-    return q[None].to(dtype), k[None].to(dtype), v[None].to(dtype)
+    return LayerInputs(q[None].to(dtype), k[None].to(dtype), v[None].to(dtype), 1.0)
 
 
 def rate(shape: str, tokens: int, layers: int, impl: str = "auto") -> dict[str, Any]:
@@ -71,9 +70,9 @@ def rate(shape: str, tokens: int, layers: int, impl: str = "auto") -> dict[str, 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for layer in settings.layers:
-        q, k, v = made_layer(SHAPES[shape], tokens, layer, device, dtype)
+        inputs = made_layer(SHAPES[shape], tokens, layer, device, dtype)
         began = time.perf_counter()
-        found.append(measure_layer(q, k, v, 1.0, layer, prompt, settings))
+        found.append(measure_layer(inputs, layer, prompt, settings))
         seconds.append(time.perf_counter() - began)
     result = PromptResult(prompt.to_dict(), 0.0, tuple(found[1:]))
     cost = fit([result], grid, {"hardware": hardware(device), "versions": versions()})
@@ -132,9 +131,9 @@ def winner(
     found = allocate(table, cost, target)
     measured, dense = 0.0, 0.0
     for at, layer in enumerate(table.layers):
-        q, k, v = made_layer(SHAPES[shape], result.tokens, layer, device, dtype)
+        inputs = made_layer(SHAPES[shape], result.tokens, layer, device, dtype)
         patterns = [found.pattern(settings.grid, at, head) for head in range(table.heads)]
-        timed = time_beside_dense(q, k, v, 1.0, patterns, settings.estimator, settings.impl, 5)
+        timed = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, 5)
         measured += timed.index_ms + timed.kernel_ms if found.picked[at].any() else timed.dense_ms
         dense += timed.dense_ms
     said = found.prediction

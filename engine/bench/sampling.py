@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from headscope.engine.attend.attention import dense_attention
+from headscope.engine.attend.attention import attend_dense
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.attend.index import build_index
-from headscope.engine.loss.measure import timed
+from headscope.engine.attend.index import index_layer
+from headscope.engine.attend.inputs import LayerInputs, ScoreInputs
+from headscope.engine.base.progress import Cancel
+from headscope.engine.base.timing import timed
 from headscope.engine.patterns.families import Fraction, VerticalSlash
 from headscope.engine.search.cost import TILE_CELLS, CostModel
-from headscope.engine.search.measure import Cancel, SearchError, SearchPrompt, Source
+from headscope.engine.search.measure import SearchError, SearchPrompt, Source
 from headscope.kernels.torch import index as torch_index
+from headscope.kernels.torch.probabilities import probabilities
 
 SHARES = (0.06, 0.12, 0.24, 0.48)
 """Requested cells as shares of the causal cells."""
@@ -83,10 +86,8 @@ def study(
     for prompt in prompts:
         rows: list[tuple[np.ndarray, np.ndarray]] = []
 
-        def visit(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, rows: list[Any] = rows
-        ) -> None:
-            rows.append(_layer(q, k, v, scale, made, shares))
+        def visit(layer: int, inputs: LayerInputs, rows: list[Any] = rows) -> None:
+            rows.append(_layer(inputs, made, shares))
 
         source.stream(prompt, visit, list(layers), cancel)
         found.append(rows)
@@ -110,19 +111,15 @@ def study(
 
 
 def _layer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    estimators: Sequence[Estimator],
-    shares: Sequence[float],
+    inputs: LayerInputs, estimators: Sequence[Estimator], shares: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    chosen = [[lines_at(q, k, scale, estimator, share) for share in shares] for estimator in estimators]
+    heads = inputs.query_heads
+    chosen = [[lines_at(inputs, estimator, share) for share in shares] for estimator in estimators]
     columns = torch.stack([torch.stack([pair[0] for pair in row]) for row in chosen])  # [E, S, H, n] bool
     distances = torch.stack([torch.stack([pair[1] for pair in row]) for row in chosen])
-    _, lse = dense_attention(q, k, v, scale)
-    rows = captured_rows(q, k, lse, scale, columns.flatten(0, 1), distances.flatten(0, 1))
-    rows = rows.view(*columns.shape[:2], q.shape[1], -1)
+    _, lse = attend_dense(inputs)
+    rows = captured_rows(inputs, lse, columns.flatten(0, 1), distances.flatten(0, 1))
+    rows = rows.view(*columns.shape[:2], heads, -1)
     # The first rows keep everything whatever is chosen, so the worst row and the thirds start after them.
     third = rows.shape[-1] // 3
     stats = torch.stack([rows.mean(-1), rows.amin(-1), rows[..., :third].mean(-1), rows[..., -third:].mean(-1)], -1)
@@ -130,18 +127,17 @@ def _layer(
     times = []
     for estimator in estimators:
         again = [
-            timed(lambda e=estimator: build_index(q, k, [pattern] * q.shape[1], scale, estimator=e), q.device)[1]  # type: ignore[misc]
+            timed(lambda e=estimator: index_layer(inputs, [pattern] * heads, estimator=e), inputs.device)[1]  # type: ignore[misc]
             for _ in range(3)
         ]
         times.append(min(again))
     return stats.cpu().numpy(), np.array(times)
 
 
-def lines_at(
-    q: torch.Tensor, k: torch.Tensor, scale: float, estimator: Estimator, share: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lines_at(inputs: ScoreInputs, estimator: Estimator, share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Columns and distances bool [H, n] with `share` of the causal cells requested, as near as whole lines allow."""
-    heads, length = q.shape[1], k.shape[2]
+    q, k, scale = inputs.q, inputs.k, inputs.scale
+    heads, length = inputs.query_heads, inputs.length
     target = share * length * (length + 1) / 2
     rows = torch.tensor(torch_index.sampled_rows(0, length, estimator), device=q.device)
     weight = torch_index.row_statistic(q[0][:, rows], k[0], rows, scale, estimator.statistic)
@@ -170,11 +166,11 @@ def _fill(score: torch.Tensor, cells: torch.Tensor, forced: int, target: torch.T
 
 
 def captured_rows(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, columns: torch.Tensor, distances: torch.Tensor
+    inputs: ScoreInputs, lse: torch.Tensor, columns: torch.Tensor, distances: torch.Tensor
 ) -> torch.Tensor:
     """float32 [C, H, n]: exact captured mass of every row under C choices of lines [C, H, n], a few rows at a time."""
-    _, heads, length, _ = q.shape
-    group = heads // k.shape[1]
+    q, k, scale = inputs.q, inputs.k, inputs.scale
+    heads, length, group = inputs.query_heads, inputs.length, inputs.group
     result = torch.zeros(columns.shape[0], heads, length, device=q.device)
     place = torch.arange(length, device=q.device)
     for head in range(heads):
@@ -183,8 +179,7 @@ def captured_rows(
         lists = [choice[head].nonzero()[:, 0] for choice in columns]
         for row in range(0, length, _ROWS):
             own = place[row : row + _ROWS]
-            weight = ((q[0, head, own].float() @ k[0, head // group].float().T) * scale - lse[0, head, own, None]).exp()
-            weight = weight.masked_fill(place[None, :] > own[:, None], 0.0)
+            weight = probabilities(q[:, head, own], k[:, head // group], lse[:, head, own], own, scale)[0]
             source = own[:, None] - place[None, :]
             skewed = weight.gather(1, source.clamp(min=0)).masked_fill(source < 0, 0.0)
             total = weight @ kept + skewed @ along

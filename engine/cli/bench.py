@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from headscope.engine.base import files
 from headscope.engine.base.errors import OptionError
-from headscope.engine.bench import decoder as bench_decoder
-from headscope.engine.bench import layers as benching
-from headscope.engine.bench import prefill as bench_prefill
-from headscope.engine.bench.cases import CASES, SHAPES
+from headscope.engine.bench.shapes import SHAPES
 from headscope.engine.cli import output as cli_output
-from headscope.engine.config import interop
-from headscope.engine.config.file import HeadConfig
-from headscope.engine.config.host import HostProfile
+from headscope.engine.cli.ending import nothing_begun
+from headscope.engine.cli.options import parse_layers, parse_lengths, read_given
+from headscope.engine.cli.output import bar, steps
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+    from headscope.engine.bench.layers import Report
+    from headscope.engine.bench.prefill import PrefillReport, Setting
+    from headscope.engine.prompts.prompt import Prompt
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def bench(
@@ -39,7 +41,9 @@ def bench(
     cases: Annotated[
         str | None, typer.Option("--cases", help="Part of the names of the sparse settings to run.")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed rounds; fewer where they take long.")] = 5,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, max=1000, help="Timed rounds; fewer where they take long.")
+    ] = 5,
     flex: Annotated[
         bool, typer.Option("--flex", help="Time FlexAttention on the same tiles too (CUDA, up to 256K).")
     ] = False,
@@ -51,7 +55,10 @@ def bench(
         str | None, typer.Option("--model", help="Time Q/K/V captured from this model on --prompt, not random ones.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", help="A text file or sample prompt; --lengths takes its beginnings.")
+        str | None,
+        typer.Option(
+            "--prompt", help="A text file, sample prompt, or - (standard input); --lengths takes its beginnings."
+        ),
     ] = None,
     layers: Annotated[
         str | None, typer.Option("--layers", help="Layers to capture, such as 0,4-7; otherwise four.")
@@ -64,7 +71,8 @@ def bench(
         typer.Option("--config", help="With --prefill: a head config (ours or MInference's) to time; may be repeated."),
     ] = None,
     timed_layers: Annotated[
-        int | None, typer.Option("--timed-layers", min=1, help="With --prefill: layers that run; totals are scaled.")
+        int | None,
+        typer.Option("--timed-layers", min=1, max=1000, help="With --prefill: layers that run; totals are scaled."),
     ] = None,
 ) -> None:
     """Time dense and sparse attention of one layer against SDPA (forced to cuDNN on CUDA), in one interleaved run.
@@ -74,36 +82,38 @@ def bench(
     --prompt the online index itself is timed on real Q/K/V, with what it misses. With --prefill whole prefills are
     timed, vertical-slash 1000/6096 in every head and each --config, dense below what the host profile says.
     """
-    cuda = torch.cuda.is_available()
-    kind = dtype or ("bf16" if cuda else "fp32")
-    if kind not in _DTYPES:
-        raise OptionError(f"--dtype must be one of {', '.join(_DTYPES)}, got {kind!r}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise OptionError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype[:40]!r}")
     _check_together(model, prompt, layers, prefill, host_profile, config, timed_layers)
-    if prefill:
-        _prefill(shape, lengths, _DTYPES[kind], impl, repeats, config or [], timed_layers, json_file)
-        return
     if shape not in SHAPES:
-        raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+        raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape[:40]!r}")
+    asked = None if lengths is None else parse_lengths("--lengths", lengths)
+    batches = parse_lengths("--batch", batch)
+    wanted = None if layers is None else parse_layers(layers)
+    cli_output.check_outputs(json=json_file, host=_host_path() if host_profile else None)
+    given = None if prompt is None else read_given(prompt)
+    with nothing_begun():
+        import torch
+
+        from headscope.engine.bench import layers as benching
+        from headscope.engine.bench.cases import CASES
+    cuda = torch.cuda.is_available()
+    kind: torch.dtype = getattr(torch, _DTYPES[dtype or ("bf16" if cuda else "fp32")])
+    if prefill:
+        _prefill(shape, asked, kind, impl, repeats, config or [], timed_layers, json_file)
+        return
     chosen = [case for case in CASES if cases is None or cases in case.name]
     if not chosen:
         raise OptionError(f"--cases {cases!r} names none of {', '.join(case.name for case in CASES)}")
-    if model is not None and prompt is not None:
-        wanted = None if lengths is None else _numbers("--lengths", lengths)
-        report = _captured(model, prompt, layers, wanted, dtype, impl, chosen, repeats, flex)
+    options: dict[str, Any] = {"impl": impl, "cases": chosen, "repeats": repeats, "flex": flex}
+    if model is not None and given is not None:
+        report = _captured(model, given, wanted, asked, None if dtype is None else kind, options)
     else:
-        tokens = _numbers("--lengths", lengths or ("4K,8K,12K,16K,32K,128K" if cuda else "512,1K"))
-        report = benching.run(
-            shape,
-            SHAPES[shape],
-            tokens,
-            batches=_numbers("--batch", batch),
-            dtype=_DTYPES[kind],
-            impl=impl,
-            cases=chosen,
-            repeats=repeats,
-            flex=flex,
-            progress=cli_output.note,
-        )
+        tokens = asked or parse_lengths("--lengths", "4K,8K,12K,16K,32K,128K" if cuda else "512,1K")
+        with steps("timing") as progress:
+            report = benching.run(
+                shape, SHAPES[shape], tokens, batches=batches, dtype=kind, progress=progress, **options
+            )
     console = cli_output.out()
     console.print(_table(report, console.width))
     for found in report.planted:
@@ -117,6 +127,12 @@ def bench(
     if host_profile:
         path = benching.host_profile(report).save()
         cli_output.note(f"Wrote {path}: dense below {report.dense_below} tokens per batch size.")
+
+
+def _host_path() -> Path:
+    from headscope.engine.config.host import default_path
+
+    return default_path()
 
 
 def _check_together(
@@ -143,44 +159,29 @@ def _check_together(
 
 def _captured(
     model: str,
-    prompt: str,
-    layers: str | None,
+    given: Prompt,
+    layers: tuple[int, ...] | None,
     lengths: list[int] | None,
-    dtype: str | None,
-    impl: str,
-    cases: list[Any],
-    repeats: int,
-    flex: bool,
-) -> benching.Report:
+    dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> Report:
     """Real Q/K/V: the model prefills the prompt, or its beginnings, layer by layer."""
-    from headscope.engine.cli.run import parse_layers
+    from headscope.engine.bench.layers import run_captures
+    from headscope.engine.config.evidence import prompt_record
     from headscope.engine.model.load import load_model
-    from headscope.engine.prompts.sources import read_prompt
     from headscope.engine.prompts.tokens import encode
-    from headscope.engine.runs.inspection import prompt_facts
 
-    wanted = None if layers is None else parse_layers(layers)
-    text = read_prompt(prompt)
-    loaded = load_model(model, dtype=None if dtype is None else _DTYPES[dtype])
-    ids = encode(loaded, text, template=False)
-    facts = prompt_facts(text, ids.shape[1], Path(prompt).stem, False)
-    return benching.run_captures(
-        loaded,
-        ids,
-        lengths=lengths,
-        layers=wanted,
-        impl=impl,
-        cases=cases,
-        repeats=repeats,
-        flex=flex,
-        prompt=facts,
-        progress=cli_output.note,
-    )
+    with bar(f"loading {model}") as progress:
+        loaded = load_model(model, dtype=dtype, progress=progress)
+    ids = encode(loaded, given.text, template=False).ids
+    facts = prompt_record(given.name, given.kind, given.sha256, int(ids.shape[1]), False)
+    with steps("timing") as note:
+        return run_captures(loaded, ids, lengths=lengths, layers=layers, prompt=facts, progress=note, **options)
 
 
 def _prefill(
     shape: str,
-    lengths: str | None,
+    lengths: list[int] | None,
     dtype: torch.dtype,
     impl: str,
     repeats: int,
@@ -188,23 +189,31 @@ def _prefill(
     timed_layers: int | None,
     json_file: Path | None,
 ) -> None:
+    import torch
+
+    from headscope.engine.bench import decoder as bench_decoder
+    from headscope.engine.bench import prefill as bench_prefill
+    from headscope.engine.config.host import HostProfile
+
     if shape not in bench_decoder.MODELS:
         raise OptionError(f"--prefill runs the shapes {', '.join(bench_decoder.MODELS)}, got {shape!r}")
     sizes = bench_decoder.MODELS[shape]
     settings = bench_prefill.default_settings(sizes) + tuple(_setting(path) for path in configs)
-    tokens = _numbers("--lengths", lengths or ("4K,32K,128K" if torch.cuda.is_available() else "1K"))
-    report = bench_prefill.run_prefill(
-        shape,
-        sizes,
-        tokens,
-        settings,
-        timed_layers=timed_layers,
-        dtype=dtype,
-        impl=impl,
-        repeats=repeats,
-        host=HostProfile.load(),
-        progress=cli_output.note,
-    )
+    tokens = lengths or parse_lengths("--lengths", "4K,32K,128K" if torch.cuda.is_available() else "1K")
+    host = HostProfile.load()
+    with steps("timing") as progress:
+        report = bench_prefill.run_prefill(
+            shape,
+            sizes,
+            tokens,
+            settings,
+            timed_layers=timed_layers,
+            dtype=dtype,
+            impl=impl,
+            repeats=repeats,
+            host=host,
+            progress=progress,
+        )
     console = cli_output.out()
     console.print(_prefill_table(report, console.width))
     for row in report.rows:
@@ -214,18 +223,23 @@ def _prefill(
         cli_output.write_json(json_file, _finite(report.to_dict()))
 
 
-def _setting(path: Path) -> bench_prefill.Setting:
+def _setting(path: Path) -> Setting:
     """A head config file, ours or MInference's, as a setting."""
+    from headscope.engine.base import files
+    from headscope.engine.bench.prefill import Setting
+    from headscope.engine.config import interop
+    from headscope.engine.config.file import HeadConfig
+
     value = files.read_json(path)
     ours = interop.detect(value, str(path)) == "headscope"
     made = (
         HeadConfig.from_dict(value, str(path)) if ours else interop.import_foreign(value, "minference", name=path.name)
     )
     patterns = tuple(made.patterns(layer) for layer in range(len(made.heads)))
-    return bench_prefill.Setting(path.stem[:40], patterns, made.estimator)
+    return Setting(path.stem[:40], patterns, made.estimator)
 
 
-def _tell_crossovers(report: benching.Report) -> None:
+def _tell_crossovers(report: Report) -> None:
     for name, below in report.crossovers.items():
         for size, tokens in below.items():
             timed = (r.length for r in report.rows if r.batch == size and r.name == name and r.with_index is not None)
@@ -235,20 +249,10 @@ def _tell_crossovers(report: benching.Report) -> None:
             cli_output.note(f"batch {size}: {text}")
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """Whole numbers, with K and M."""
-    found = []
-    for part in text.upper().replace(" ", "").split(","):
-        factor = {"K": 1024, "M": 1024 * 1024}.get(part[-1:], 1)
-        digits = part if factor == 1 else part[:-1]
-        if not digits.isdecimal() or not 1 <= int(digits) * factor <= 2**24:
-            raise OptionError(f"{option} must be whole numbers such as 8K,128K, got {text[:60]!r}")
-        found.append(int(digits) * factor)
-    return sorted(set(found))
-
-
-def _table(report: benching.Report, width: int = 130) -> Table:
+def _table(report: Report, width: int = 130) -> Table:
     """One row a measurement; below 118 columns the less needed are left out."""
+    from headscope.engine.bench.layers import FIXED
+
     narrow = width < 118
     left_out = {"impl", "spread\nms", "TF/s", "error"} if narrow else set()
     if all(row.to_flex is None for row in report.rows):
@@ -260,7 +264,7 @@ def _table(report: benching.Report, width: int = 130) -> Table:
     baseline = "cuDNN" if report.machine["device"] == "cuda" else "SDPA on the CPU"
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     notes = ["impl, spread, TF/s and error: in a terminal of 118 columns, or with --json"] if narrow else []
-    if any(row.index == benching.FIXED for row in report.rows):
+    if any(row.index == FIXED for row in report.rows):
         notes.append("* on a fixed clustered index; the index time is that of building one of the same budget")
     table = Table(
         title=f"{report.shape}, {report.dtype}; baseline {baseline}; {where}",
@@ -297,7 +301,7 @@ def _table(report: benching.Report, width: int = 130) -> Table:
             cells = {"tokens": str(row.length), "batch": str(row.batch), "what": row.note}
             table.add_row(*(cells.get(name, "") for name in headers if name not in left_out))
             continue
-        what = row.name + ("*" if row.index == benching.FIXED else "")
+        what = row.name + ("*" if row.index == FIXED else "")
         shown = (
             str(row.length),
             "" if row.layer is None else str(row.layer),
@@ -319,7 +323,7 @@ def _table(report: benching.Report, width: int = 130) -> Table:
     return table
 
 
-def _prefill_table(report: bench_prefill.PrefillReport, width: int = 130) -> Table:
+def _prefill_table(report: PrefillReport, width: int = 130) -> Table:
     """Whole prefills, one setting a row: the parts of eq. 13 in seconds."""
     narrow = width < 118
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headscope.engine.base import files
 from headscope.engine.base.errors import ConfigError, ConfigMismatch
-from headscope.engine.config import interop
-from headscope.engine.config.file import HeadConfig
+from headscope.engine.cli.ending import nothing_begun
+from headscope.engine.cli.output import bar
+
+if TYPE_CHECKING:
+    from headscope.engine.config.file import HeadConfig
 
 
 class Target(StrEnum):
@@ -56,6 +59,10 @@ def convert_file(
     lossy: bool = False,
 ) -> list[str]:
     """Convert a file and return notes for the person; `ConfigError` or `ModelError` with one sentence otherwise."""
+    from headscope.engine.config import interop
+    from headscope.engine.config.file import HeadConfig
+
+    files.check_writable(destination)
     value = files.read_json(source)
     form = from_ or interop.detect(value, str(source))
     if form == "headscope" and model is not None:
@@ -74,13 +81,16 @@ def convert_file(
 
 def _import(value: Any, form: str, name: str, model: str | None) -> HeadConfig:
     """The config that a foreign file holds; ConfigMismatch with every reason why it cannot be for `model`."""
+    from headscope.engine.config import interop
+
     config = interop.import_foreign(value, form, None, name)
     if model is None:
         return config
-    from headscope.engine.model import plan
-    from headscope.engine.model.load import load_model
-
-    loaded = load_model(model)
+    with nothing_begun():
+        from headscope.engine.model import plan
+        from headscope.engine.model.load import load_model
+    with bar(f"loading {model}") as progress:
+        loaded = load_model(model, progress=progress)
     facts = loaded.facts
     reasons = []
     if len(config.heads) != facts.layers:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as Shown
 
-from headscope.engine.base.errors import ConfigError, OptionError, PromptError
+from headscope.engine.base.errors import OptionError, PromptError
 from headscope.engine.cli import output as cli_output
+from headscope.engine.cli.ending import nothing_begun
+from headscope.engine.cli.options import MOST, Device, Dtype, Force, Json, Model, parse_numbers, told_lengths
 from headscope.engine.cli.output import bar
-from headscope.engine.cli.run import Device, Dtype, Force, Json, Model, told_lengths
-from headscope.engine.config.file import HeadConfig
 
 if TYPE_CHECKING:
+    from headscope.engine.config.file import HeadConfig
     from headscope.engine.model.load import LoadedModel
     from headscope.engine.search.measure import SearchPrompt
 
@@ -34,9 +34,9 @@ def evaluate(
     kinds: Annotated[
         str, typer.Option("--kinds", help="Retrieval tasks; empty for none.")
     ] = "pass-key,number,needle,key-value",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Prompts per task, length and depth.")] = 2,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Prompts per task, length and depth.")] = 2,
     continue_: Annotated[
-        int, typer.Option("--continue", min=0, help="Greedy tokens to compare after each prompt.")
+        int, typer.Option("--continue", min=0, max=MOST, help="Greedy tokens to compare after each prompt.")
     ] = 32,
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Also each layer alone, and the first k layers (two passes a layer).")
@@ -51,19 +51,24 @@ def evaluate(
 
     Tasks on which dense itself scores under 50 % are marked uninformative.
     """
-    from headscope.engine.model.load import load_model
-    from headscope.engine.prompts.sources import list_prompts
-    from headscope.engine.runs.inspection import check_fits
-    from headscope.engine.search.source import encode_prompts, load_prompts
+    from headscope.engine.config.file import HeadConfig
+    from headscope.engine.prompts.sources import list_prompts, read_folder
 
+    cli_output.check_outputs(json=json)
     found = HeadConfig.load(config)
     ladder: dict[str, Any] = {
         "kinds": [kind.strip() for kind in kinds.split(",") if kind.strip()],
-        "lengths": [int(part) for part in _numbers("--lengths", lengths, int)],
-        "depths": _numbers("--depths", depths, float),
+        "lengths": parse_numbers("--lengths", lengths, int),
+        "depths": parse_numbers("--depths", depths, float),
         "seeds": range(seeds),
     }
     _check_ladder(ladder)  # before minutes are spent on the logits
+    if prompts is not None:
+        read_folder(prompts)  # before the model is loaded, which takes longer
+    with nothing_begun():
+        from headscope.engine.model.load import load_model
+        from headscope.engine.runs.inspection import check_fits
+        from headscope.engine.search.source import encode_prompts, load_prompts
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
     check_fits(found, loaded, force)
@@ -77,10 +82,8 @@ def evaluate(
     if prompts is not None:
         texts = load_prompts(loaded, prompts, tokens, False)
     else:
-        samples = {each.name: each for each in list_prompts() if each.name in ("prose", "code")}
-        texts = encode_prompts(
-            loaded, {n: s.read() for n, s in samples.items()}, {n: s.kind for n, s in samples.items()}, tokens, False
-        )
+        samples = [each.read() for each in list_prompts() if each.name in ("prose", "code")]
+        texts = encode_prompts(loaded, samples, tokens, False)
     for text in texts:
         if len(text.ids) < 2:
             raise PromptError(f"{text.name} has one token, and the first is never predicted: give a longer text")
@@ -101,6 +104,8 @@ def _measured(
     by_layer: bool,
 ) -> dict[str, Any]:
     """The report: logits and continuations of the texts, hidden answers, and layer by layer where it is asked for."""
+    import torch
+
     from headscope.engine.runs import evaluate as quality
 
     parts: list[list[Any]] = [[], [], []]
@@ -115,14 +120,10 @@ def _measured(
     tasks: list[quality.RetrievalTask] = []
     if ladder["kinds"]:
         with bar("asking for hidden answers") as progress:
-            cells, tasks = quality.retrieval(
-                loaded, found, **ladder, progress=lambda done, total, words: progress(done, total)
-            )
+            cells, tasks = quality.retrieval(loaded, found, **ladder, progress=progress)
     if by_layer:
         with bar("layer by layer") as progress:
-            parts[2] = quality.by_layer(
-                loaded, torch.tensor([texts[0].ids]), found, progress=lambda done, total, words: progress(done, total)
-            )
+            parts[2] = quality.by_layer(loaded, torch.tensor([texts[0].ids]), found, progress=progress)
     return quality.report(parts[0], parts[1], cells, tasks, parts[2])
 
 
@@ -133,13 +134,6 @@ def _check_ladder(ladder: dict[str, Any]) -> None:
         raise OptionError('--lengths and --depths need a number each; --kinds "" leaves the hidden answers out')
     for kind, tokens, depth in product(ladder["kinds"], ladder["lengths"], ladder["depths"]):
         check_request(kind, tokens, depth)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ConfigError(f"{option} {text[:60]!r} is not understood: write numbers with commas between") from None
 
 
 def _show_quality(report: dict[str, Any]) -> None:

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from headscope.engine.base import files
-from headscope.engine.base.errors import HeadscopeError
+from headscope.engine.base.errors import HeadscopeError, OptionError
 from headscope.engine.config.check import WEIGHTS
-from headscope.engine.loss.measure import HeadMeasurement
+
+if TYPE_CHECKING:
+    from headscope.engine.loss.measure import HeadMeasurement
+
+SILENCE = 60.0
+"""Seconds after which a long step says again how far it is, where there is no terminal to draw a bar on."""
+
+
+class Move(Protocol):
+    """Moves a progress bar to `done` of `total`; `words` say what is at work."""
+
+    def __call__(self, done: int, total: int, words: str = "") -> None: ...
 
 
 def out() -> Console:
-    """Standard output; wide enough for the tables when it is a file or a pipe."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130, highlight=False, soft_wrap=False)
+    """Standard output; wide enough for the tables when it is a file or a pipe. Names in it are never markup."""
+    width = None if sys.stdout.isatty() else 130
+    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def force_hint(reasons: Sequence[str]) -> str:
@@ -36,20 +56,61 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr that is moved by calling it with done and total; one line without a terminal."""
+def bar(what: str) -> Iterator[Move]:
+    """A progress bar on stderr that is moved by calling it; without a terminal a line now, and one a minute."""
     if not sys.stderr.isatty():
         note(f"{what} ...")
-        yield lambda done, total: None
+        yield _told(what)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
         task = shown.add_task(what, total=None)
 
-        def move(done: int, total: int) -> None:
-            shown.update(task, completed=done, total=total)
+        def move(done: int, total: int, words: str = "") -> None:
+            shown.update(task, completed=done, total=total, description=f"{what}: {words}" if words else what)
 
         yield move
+
+
+def _told(what: str) -> Move:
+    """Progress as lines: the first after `SILENCE` seconds, so that short steps say nothing."""
+    last = [time.monotonic()]
+
+    def move(done: int, total: int, words: str = "") -> None:
+        if time.monotonic() - last[0] >= SILENCE:
+            last[0] = time.monotonic()
+            note(f"{what}: {done}/{total}{f' ({words})' if words else ''} ...")
+
+    return move
+
+
+@contextmanager
+def steps(what: str) -> Iterator[Callable[[str], None]]:
+    """Lines on stderr, one for each step of a work of unknown length; in a terminal a spinner goes on below them."""
+    if not sys.stderr.isatty():
+        yield note
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield lambda text: shown.console.print(text, markup=False, highlight=False)
+
+
+def check_outputs(*, folder: Path | None = None, **paths: Path | None) -> None:
+    """Refuses outputs that cannot be written, before anything is measured for them.
+
+    Keywords are option names; `folder` is the run folder of a search. Raises OptionError where two name the same
+    place, HeadscopeError for one that cannot be written.
+    """
+    places: dict[Path, str] = {}
+    for option, path in {"run": folder, **paths}.items():
+        if path is None:
+            continue
+        files.check_writable(path / "search.json" if option == "run" else path, HeadscopeError)
+        place = path.resolve()
+        if place in places:
+            raise OptionError(f"--{places[place]} and --{option} name the same place: give each its own")
+        places[place] = option
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from headscope.engine.base import files
-from headscope.engine.base.errors import PromptError
+from headscope.engine.base.errors import PromptError, UnusableModel
+from headscope.engine.cli.ending import nothing_begun
+from headscope.engine.cli.output import bar, check_outputs
 from headscope.engine.prompts.retrieval import retrieval_prompt
 from headscope.engine.prompts.sources import Encode, list_prompts, long_prompt, read_prompt
 
@@ -46,8 +48,9 @@ def prompt(
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; otherwise standard output.")] = None,
 ) -> None:
     """List or print the sample prompts, or make a longer one (4K to 1M tokens) from a seed."""
+    check_outputs(out=out)
     if tokens is None:
-        text = _listing() if name is None else read_prompt(name)
+        text = _listing() if name is None else read_prompt(name).text
         _deliver(text, out)
         return
     if name is not None:
@@ -73,10 +76,14 @@ def _count(tokens: int, counted: bool) -> str:
 def _encode(model: str | None) -> Encode | None:
     if model is None:
         return None
-    from headscope.engine.model.load import load_model
-
-    tokenizer = load_model(model).tokenizer
-    return lambda text: tokenizer(text, verbose=False).input_ids
+    with nothing_begun():
+        from headscope.engine.model.load import load_model
+        from headscope.engine.prompts.tokens import counter
+    with bar(f"loading {model}") as progress:
+        loaded = load_model(model, progress=progress)
+    if loaded.tokenizer is None:
+        raise UnusableModel(f"{loaded.name} has no tokenizer to count with: leave --model out")
+    return counter(loaded)
 
 
 def _listing() -> str:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.cli import output as cli_output
+from headscope.engine.cli.ending import nothing_begun
+from headscope.engine.cli.options import Device, Dtype, Json, Model, Template, parse_layers
 from headscope.engine.cli.output import bar, note
-from headscope.engine.cli.run import Device, Dtype, Json, Model, Template, parse_layers
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
-    from headscope.engine.search.measure import SearchPrompt, Settings, Step
+    from headscope.engine.search.measure import SearchPrompt, Settings
     from headscope.engine.search.run import SearchResult
     from headscope.engine.search.table import Target
 
@@ -106,21 +105,24 @@ def search(
     Every prompt is prefilled once, dense; every head runs every candidate. A run that was stopped goes on where it
     was, and another target needs no new measurements. Under torchrun the prompts are shared out.
     """
-    from headscope.engine.model.load import load_model
     from headscope.engine.prompts.sources import read_folder
-    from headscope.engine.search import run as engine
-    from headscope.engine.search.cost import CostModel
     from headscope.engine.search.grid import Grid, default_grid
-    from headscope.engine.search.measure import Settings
-    from headscope.engine.search.ranks import Ranks
-    from headscope.engine.search.source import ModelSource, load_prompts
 
+    folder = Path(f"{out}.run") if run is None else run
+    cli_output.check_outputs(folder=folder, out=out, json=json)
     candidates = default_grid() if grid is None else Grid.load(grid)
-    target = _target(max_missed, speedup, metric, Weight.none, layer_limit)
-    cost = None if cost_model is None else CostModel.tiles() if cost_model == "tiles" else CostModel.load(cost_model)
+    limits = _limits(layer_limit or ())
     chosen = parse_estimator(estimator)
     wanted = None if layers is None else parse_layers(layers)
-    folder = Path(f"{out}.run") if run is None else run
+    with nothing_begun():
+        from headscope.engine.model.load import load_model
+        from headscope.engine.search import run as engine
+        from headscope.engine.search.cost import CostModel
+        from headscope.engine.search.measure import Settings
+        from headscope.engine.search.ranks import Ranks
+        from headscope.engine.search.source import ModelSource, load_prompts
+    target = _target(max_missed, speedup, metric, Weight.none, limits)
+    cost = None if cost_model is None else CostModel.tiles() if cost_model == "tiles" else CostModel.load(cost_model)
     for each in (prompts, held_out):
         if each is not None:
             read_folder(each)  # before the model is loaded, which takes longer
@@ -129,7 +131,7 @@ def search(
     calibration = load_prompts(loaded, prompts, tokens, template)
     others = [] if held_out is None else load_prompts(loaded, held_out, tokens, template)
     began = time.perf_counter()
-    with steps(f"searching on {len(calibration)} prompts") as move:
+    with bar(f"searching on {len(calibration)} prompts") as move:
         result = engine.search_config(
             loaded,
             calibration,
@@ -140,7 +142,7 @@ def search(
             layers=wanted,
             cost=cost,
             impl=impl,
-            progress=move,
+            progress=lambda step: move(step.done, step.total, f"{step.words}, about {step.seconds_left:.0f} s left"),
         )
     if not Ranks.here().first:
         return
@@ -163,26 +165,28 @@ def _target(
     speedup: float | None,
     metric: Metric,
     weight: Weight,
-    layer_limit: Sequence[str] | None,
+    limits: tuple[tuple[int, float], ...],
 ) -> Target:
     from headscope.engine.search.table import Target
 
     if (max_missed is None) == (speedup is None):
         raise ConfigError("give either --max-missed or --speedup, and exactly one of them")
-    return Target(max_missed, speedup, metric.value, weight.value, _limits(layer_limit or ()))
+    return Target(max_missed, speedup, metric.value, weight.value, limits)
 
 
 def _limits(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    found: dict[int, float] = {}
+    limits: dict[int, float] = {}
     for text in texts:
-        layer, _, share = text.partition("=")
+        match = re.fullmatch(r"\s*([0-9]{1,5})\s*=\s*([0-9.eE+-]{1,30})\s*", text)
         try:
-            found[int(layer)] = float(share)
+            if match is None:
+                raise ValueError
+            limits[int(match[1])] = float(match[2])
         except ValueError:
             raise ConfigError(
                 f"--layer-limit {text[:40]!r} is not understood: write LAYER=SHARE such as 0=0.005"
             ) from None
-    return tuple(sorted(found.items()))
+    return tuple(sorted(limits.items()))
 
 
 def parse_estimator(text: str | None) -> Estimator:
@@ -201,28 +205,6 @@ def parse_estimator(text: str | None) -> Estimator:
         raise ConfigError(f"--estimator: {problem}") from problem
 
 
-@contextmanager
-def steps(what: str) -> Iterator[Callable[[Step], None]]:
-    """Progress of a search on stderr with an estimate of what is left; a line a minute where it is no terminal."""
-    last = [time.monotonic()]
-    note(f"{what} ...")
-    live = sys.stderr.isatty()
-
-    def move(step: Step) -> None:
-        now = time.monotonic()
-        if step.done < step.total and now - last[0] < (0.5 if live else 60):
-            return
-        last[0] = now
-        text = f"{step.done}/{step.total} ({step.words}), about {step.seconds_left:.0f} s left"
-        print(f"\r{text:<100}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
-
-    try:
-        yield move
-    finally:
-        if live:
-            print(file=sys.stderr)
-
-
 def _weighted(
     result: SearchResult,
     loaded: LoadedModel,
@@ -233,6 +215,8 @@ def _weighted(
 ) -> SearchResult:
     """The allocation again, with losses weighted; for the logits every layer's effect is measured on one prompt."""
     from dataclasses import replace
+
+    import torch
 
     from headscope.engine.runs import evaluate as quality
     from headscope.engine.search.check import calibrated_losses

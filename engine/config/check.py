@@ -117,7 +117,7 @@ def _sparse_where_not_allowed(config: HeadConfig, facts: Mapping[str, Any]) -> l
     wrong = [
         layer
         for layer, (kind, entries) in enumerate(zip(types, config.heads, strict=False))
-        if kind != FULL and any(entry.pattern.kind != "dense" for entry in entries)
+        if kind != FULL and any(not entry.pattern.is_dense for entry in entries)
     ]
     if not wrong:
         return []

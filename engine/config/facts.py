@@ -67,7 +67,7 @@ def facts_of(model: Any, name: str = "", load_format: str = "") -> ModelFacts:
         "kv_heads": _number(config, "num_key_value_heads") or heads,
         "head_dim": _head_dim(config, heads),
         "rope": _rope(config),
-        "max_position": int(getattr(config, "max_position_embeddings", 0) or 0),
+        "max_position": max(0, int(getattr(config, "max_position_embeddings", 0) or 0)),
         "layer_types": _layer_types(config, layers),
     }
     return ModelFacts(**shape, fingerprint=_fingerprint(model, config, shape), load_format=load_format, name=name)

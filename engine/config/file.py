@@ -12,11 +12,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.base.records import OpenRecord, Record, Share
 from headscope.engine.config import check as config_check
 from headscope.engine.patterns import families as patterns
 from headscope.engine.patterns.families import Dense, Pattern
@@ -26,23 +29,62 @@ FORMAT = "headscope.head-config/1"
 MOST_LAYERS = 4096
 MOST_HEADS = 4096
 
-_COUNTS = ("layers", "query_heads", "kv_heads", "head_dim", "max_position")
-_TEXTS = ("architecture", "fingerprint", "load_format", "name")
-MODEL_FIELDS = (
-    "architecture",
-    "layers",
-    "query_heads",
-    "kv_heads",
-    "head_dim",
-    "rope",
-    "max_position",
-    "layer_types",
-    "fingerprint",
-    "load_format",
-    "name",
-)
-_TOP = ("format", "model", "provenance", "tiles", "estimator", "audit", "heads")
-_BESIDE = ("at", "evidence", "foreign")
+_Limit = Annotated[int, Field(ge=0)]
+_Size = Annotated[int, Field(ge=1)]
+_Tiles = Annotated[str, Field(min_length=1, max_length=60)]
+
+
+class _Facts(Record):
+    """What `check` compares; None where it is unknown. Some models state no position limit; facts give 0 there."""
+
+    architecture: str | None
+    layers: _Size | None
+    query_heads: _Size | None
+    kv_heads: _Size | None
+    head_dim: _Size | None
+    rope: dict[str, Any] | None
+    max_position: _Limit | None
+    layer_types: list[str] | None
+    fingerprint: str | None
+    load_format: str | None
+    name: str | None
+
+
+class _Provenance(OpenRecord):
+    """Free, but for what is read again: the calibrated lengths, and whose weights were forced."""
+
+    lengths: list[_Size] = Field(default_factory=list)
+    forced_weights: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class _Audit(OpenRecord):
+    """Free, but for the rate of the checks in production."""
+
+    rate: Share = 0.0
+
+
+class _File(Record):
+    """The fields of the file; what they hold is checked one by one, so that an error names the head."""
+
+    format: str
+    model: Any
+    provenance: Any
+    tiles: _Tiles
+    estimator: Any
+    audit: Any
+    heads: list[Any]
+
+
+class _Head(OpenRecord):
+    """What stands beside the pattern of a head."""
+
+    at: Any = None
+    evidence: dict[str, Any] = Field(default_factory=dict)
+    foreign: dict[str, Any] = Field(default_factory=dict)
+
+
+MODEL_FIELDS = tuple(_Facts.model_fields)
+_BESIDE = tuple(_Head.model_fields)
 
 
 @dataclass(frozen=True)
@@ -90,10 +132,9 @@ class HeadConfig:
             object.__setattr__(self, name, _plain_object(name, getattr(self, name)))
         object.__setattr__(self, "heads", tuple(tuple(layer) for layer in self.heads))
         object.__setattr__(self, "model", _checked_model(self.model))
-        _check_lengths(self.provenance)
-        _check_audit(self.audit)
-        if not isinstance(self.tiles, str) or not self.tiles or len(self.tiles) > 60:
-            raise ConfigError("tiles must be the version of the expansion rule, such as tiles/1.")
+        records.check(_Provenance, self.provenance, "provenance")
+        records.check(_Audit, self.audit, "audit")
+        records.check(_Tiles, self.tiles, "tiles")
         if not isinstance(self.estimator, Estimator):
             raise ConfigError(f"estimator must be an Estimator, got {type(self.estimator).__name__}.")
         _check_shape(self.heads, self.model)
@@ -173,12 +214,13 @@ class HeadConfig:
         self._check_place(layer, 0)
         return tuple(entry.pattern for entry in self.heads[layer])
 
-    def with_head(self, layer: int, head: int, entry: HeadEntry | Pattern) -> HeadConfig:
-        """The same config with one head changed; a bare pattern drops the evidence of the old one."""
-        self._check_place(layer, head)
-        made = entry if isinstance(entry, HeadEntry) else HeadEntry(entry)
-        row = (*self.heads[layer][:head], made, *self.heads[layer][head + 1 :])
-        return replace(self, heads=(*self.heads[:layer], row, *self.heads[layer + 1 :]))
+    def with_heads(self, entries: Mapping[tuple[int, int], HeadEntry | Pattern]) -> HeadConfig:
+        """The same config with the heads at these (layer, head) changed; a bare pattern drops the old evidence."""
+        rows = [list(row) for row in self.heads]
+        for (layer, head), entry in entries.items():
+            self._check_place(layer, head)
+            rows[layer][head] = entry if isinstance(entry, HeadEntry) else HeadEntry(entry)
+        return replace(self, heads=tuple(tuple(row) for row in rows))
 
     def digest(self) -> str:
         """sha256 over patterns and budgets alone: equal heads give the same digest, whenever and wherever made.
@@ -222,26 +264,17 @@ class HeadConfig:
 
 
 def _read(value: Any) -> HeadConfig:
-    if not isinstance(value, dict):
-        raise ConfigError(f"a head config is a JSON object, this is {_kind(value)}.")
-    if value.get("format") != FORMAT:
-        raise ConfigError(f'the field "format" must be "{FORMAT}", got {str(value.get("format"))[:60]!r}.')
-    _exact_fields(value, _TOP, "the config")
-    model = value["model"]
-    if not isinstance(model, dict):
-        raise ConfigError(f"model must be an object, got {_kind(model)}.")
-    _exact_fields(model, MODEL_FIELDS, "model")
+    records.check_format(value, FORMAT, "a head config")
+    records.check(_File, value, "", whole="the config")
+    records.check(_Facts, value["model"], "model")
     estimator = _within("estimator", Estimator.from_dict, value["estimator"])
-    rows = value["heads"]
-    if not isinstance(rows, list):
-        raise ConfigError(f"heads must be a list of layers, got {_kind(rows)}.")
-    heads = tuple(_read_layer(layer, row) for layer, row in enumerate(rows))
-    return HeadConfig(model, value["provenance"], value["tiles"], estimator, heads, value["audit"])
+    heads = tuple(_read_layer(layer, row) for layer, row in enumerate(value["heads"]))
+    return HeadConfig(value["model"], value["provenance"], value["tiles"], estimator, heads, value["audit"])
 
 
 def _read_layer(layer: int, row: Any) -> tuple[HeadEntry, ...]:
     if not isinstance(row, list):
-        raise ConfigError(f"layer {layer} must be a list of heads, got {_kind(row)}.")
+        raise ConfigError(f"layer {layer} must be a list of heads, got {records.kind(row)}.")
     return tuple(_read_head(layer, head, item) for head, item in enumerate(row))
 
 
@@ -249,15 +282,11 @@ def _read_head(layer: int, head: int, item: Any) -> HeadEntry:
     place = f"layer {layer} head {head}"
     if item is None:
         raise ConfigError(f"{place} is missing.")
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place} must be an object, got {_kind(item)}.")
+    records.check(_Head, item, place)
     if "at" in item and item["at"] != [layer, head]:
         raise ConfigError(f'{place}: its field "at" says {str(item["at"])[:40]}; heads must stand in order.')
     budgets = {name: entry for name, entry in item.items() if name not in _BESIDE}
     pattern = _within(place, patterns.from_dict, budgets)
-    for name in ("evidence", "foreign"):
-        if name in item and not isinstance(item[name], dict):
-            raise ConfigError(f"{place}: {name} must be an object, got {_kind(item[name])}.")
     return HeadEntry(pattern, item.get("evidence"), item.get("foreign"))
 
 
@@ -269,20 +298,11 @@ def _within(place: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise ConfigError(f"{place}: {' '.join(str(problem).split())[:300]}.") from problem
 
 
-def _exact_fields(value: Mapping[str, Any], wanted: tuple[str, ...], where: str) -> None:
-    missing = [name for name in wanted if name not in value]
-    if missing:
-        raise ConfigError(f"{where} lacks the field {missing[0]!r}.")
-    unknown = [name for name in value if name not in wanted]
-    if unknown:
-        raise ConfigError(f"{where} has the unknown field {unknown[0][:60]!r}; it may hold {', '.join(wanted)}.")
-
-
 def _plain_object(name: str, value: Any, optional: bool = False) -> dict[str, Any] | None:
     if optional and value is None:
         return None
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be an object, got {_kind(value)}.")
+        raise ConfigError(f"{name} must be an object, got {records.kind(value)}.")
     try:
         return files.plain(value)
     except ValueError as problem:
@@ -291,44 +311,11 @@ def _plain_object(name: str, value: Any, optional: bool = False) -> dict[str, An
 
 def _checked_model(model: dict[str, Any]) -> dict[str, Any]:
     """The facts in their fixed order, None for what is unknown."""
-    unknown = [name for name in model if name not in MODEL_FIELDS]
-    if unknown:
-        raise ConfigError(f"model has the unknown field {unknown[0][:60]!r}; it may hold {', '.join(MODEL_FIELDS)}.")
-    made = {name: model.get(name) for name in MODEL_FIELDS}
-    for name in _COUNTS:
-        value = made[name]
-        # Some models state no position limit; facts give 0 there.
-        least = 0 if name == "max_position" else 1
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(f"model.{name} must be a whole number of at least {least}, got {str(value)[:40]!r}.")
-    for name in _TEXTS:
-        if made[name] is not None and not isinstance(made[name], str):
-            raise ConfigError(f"model.{name} must be text, got {_kind(made[name])}.")
-    if made["rope"] is not None and not isinstance(made["rope"], dict):
-        raise ConfigError(f"model.rope must be an object, got {_kind(made['rope'])}.")
-    types = made["layer_types"]
-    if types is not None and (not isinstance(types, list) or not all(isinstance(item, str) for item in types)):
-        raise ConfigError("model.layer_types must be a list of texts, one a layer.")
-    if made["query_heads"] and made["kv_heads"] and made["query_heads"] % made["kv_heads"]:
-        raise ConfigError(f"model: {made['query_heads']} query heads do not divide over {made['kv_heads']} KV heads.")
-    return made
-
-
-def _check_lengths(provenance: Mapping[str, Any]) -> None:
-    """The calibrated lengths, where they are given: what `warnings` compares a prompt with."""
-    lengths = provenance.get("lengths", [])
-    if not isinstance(lengths, list):
-        raise ConfigError(f"provenance.lengths must be a list of numbers of tokens, got {_kind(lengths)}.")
-    for value in lengths:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"provenance.lengths must hold whole numbers of tokens from 1, got {str(value)[:40]!r}.")
-
-
-def _check_audit(audit: Mapping[str, Any]) -> None:
-    """The rate of the checks in production, where it is given, is a share."""
-    rate = audit.get("rate", 0)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-        raise ConfigError(f"audit.rate must be a share from 0 to 1, got {str(rate)[:40]!r}.")
+    facts = dict.fromkeys(MODEL_FIELDS) | model
+    records.check(_Facts, facts, "model")
+    if facts["query_heads"] and facts["kv_heads"] and facts["query_heads"] % facts["kv_heads"]:
+        raise ConfigError(f"model: {facts['query_heads']} query heads do not divide over {facts['kv_heads']} KV heads.")
+    return facts
 
 
 def _check_shape(heads: tuple[tuple[HeadEntry, ...], ...], model: dict[str, Any]) -> None:
@@ -362,8 +349,3 @@ def _one_a_line(value: dict[str, Any], level: int) -> str:
     pad = "  " * level
     lines = [f"{pad}  {files.one_line(name)}: {files.one_line(item)}" for name, item in value.items()]
     return "{\n" + ",\n".join(lines) + f"\n{pad}}}"
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "nothing (null)"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

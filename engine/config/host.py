@@ -1,7 +1,8 @@
 """The host profile: what was measured on one machine. It changes no result beyond dense or sparse by length.
 
 Format `headscope.host-profile/1`, in the user's config folder (`HEADSCOPE_HOST` names another file). What was not
-measured has no default guess: an unmeasured batch size is never called dense.
+measured has no default guess: an unmeasured batch size is never called dense. Earlier versions wrote an empty field
+`kernels`, which is read over.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+from pydantic import Field
 
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.base.records import Count, NumberKey, Record
 
 FORMAT = "headscope.host-profile/1"
-_FIELDS = ("format", "machine", "kernels", "dense_below", "cost")
+
+
+class _File(Record):
+    format: str
+    machine: dict[str, Any]
+    kernels: dict[NumberKey, dict[str, Any]] = Field(default_factory=dict)
+    dense_below: dict[NumberKey, Count]
+    cost: dict[str, Any]
 
 
 def default_path() -> Path:
@@ -30,34 +40,23 @@ def default_path() -> Path:
 class HostProfile:
     """Measurements of one machine.
 
-    `machine` says which one it was (hardware, driver, versions, when); `kernels` maps a head size to the settings
-    that won there; `dense_below` maps a batch size to the prompt length in tokens below which dense was faster;
-    `cost` holds the coefficients of the cost model. Raises `ConfigError` naming the field.
+    `machine` says which one it was (hardware, driver, versions, when); `dense_below` maps a batch size to the prompt
+    length in tokens below which dense was faster; `cost` holds the coefficients of the cost model. Raises
+    `ConfigError` naming the field.
     """
 
     machine: dict[str, Any] = field(default_factory=dict)
-    kernels: dict[int, dict[str, Any]] = field(default_factory=dict)
     dense_below: dict[int, int] = field(default_factory=dict)
     cost: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("machine", "cost"):
             object.__setattr__(self, name, _object(name, getattr(self, name)))
-        object.__setattr__(self, "kernels", _by_number("kernels", self.kernels))
-        object.__setattr__(self, "dense_below", _by_number("dense_below", self.dense_below))
-        for size, settings in self.kernels.items():
-            self.kernels[size] = _object(f"kernels[{size}]", settings)
-        for batch, tokens in self.dense_below.items():
-            if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 2**40:
-                raise ConfigError(f"dense_below[{batch}] must be a number of tokens from 0, got {str(tokens)[:40]!r}.")
+        object.__setattr__(self, "dense_below", _by_batch(self.dense_below))
 
     def dense_below_tokens(self, batch: int = 1) -> int:
         """Prompts shorter than this run dense at this batch size; 0 where it was not measured."""
         return self.dense_below.get(batch, 0)
-
-    def kernel_settings(self, head_dim: int) -> dict[str, Any]:
-        """The kernel settings measured for a head size; {} leaves the kernels' own."""
-        return dict(self.kernels.get(head_dim, {}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None) -> HostProfile:
@@ -73,22 +72,15 @@ class HostProfile:
 
     @classmethod
     def _read(cls, value: Any) -> HostProfile:
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f'a host profile is a JSON object with "format": "{FORMAT}".')
-        for name in _FIELDS:
-            if name not in value:
-                raise ConfigError(f"the host profile lacks the field {name!r}.")
-        unknown = [name for name in value if name not in _FIELDS]
-        if unknown:
-            raise ConfigError(f"the host profile has the unknown field {unknown[0][:60]!r}.")
-        return cls(*(value[name] for name in _FIELDS[1:]))
+        records.check_format(value, FORMAT, "a host profile")
+        records.check(_File, value, "", whole="the host profile")
+        return cls(value["machine"], value["dense_below"], value["cost"])
 
     def to_json(self) -> str:
         """The text of the file; equal profiles give equal bytes."""
         parts = {
             "format": FORMAT,
             "machine": self.machine,
-            "kernels": {str(size): self.kernels[size] for size in sorted(self.kernels)},
             "dense_below": {str(batch): self.dense_below[batch] for batch in sorted(self.dense_below)},
             "cost": self.cost,
         }
@@ -100,27 +92,15 @@ class HostProfile:
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be an object, got {type(value).__name__}.")
+    records.check(dict[str, Any], value, name)
     try:
         return files.plain(value)
     except ValueError as problem:
         raise ConfigError(f"{name}: {problem}.") from problem
 
 
-def _by_number(name: str, value: Any) -> dict[int, Any]:
-    """A mapping with whole numbers from 1 as keys; JSON has them as text."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be an object, got {type(value).__name__}.")
-    made: dict[int, Any] = {}
-    for key, item in value.items():
-        text = str(key)
-        if (
-            isinstance(key, bool)
-            or not (text.isascii() and text.isdecimal())
-            or not 1 <= len(text) <= 9
-            or text[0] == "0"
-        ):
-            raise ConfigError(f"{name}: the key {text[:40]!r} must be a whole number from 1.")
-        made[int(text)] = item
-    return made
+def _by_batch(value: Any) -> dict[int, int]:
+    """The mapping with numbers as keys; JSON has them as text."""
+    texts = {str(key): tokens for key, tokens in value.items()} if isinstance(value, dict) else value
+    records.check(dict[NumberKey, Count], texts, "dense_below")
+    return {int(batch): tokens for batch, tokens in texts.items()}

@@ -10,16 +10,32 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from headscope.engine.base import files
+from pydantic import Field
+
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.base.records import Record, Words
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.patterns.families import LARGEST_BUDGET
 
 FORMAT = "headscope.config-set/1"
 DEFAULT = "default"
-_FIELDS = ("name", "least", "most", "config")
+
+_Tokens = Annotated[int, Field(ge=1, le=LARGEST_BUDGET)]
+
+
+class _File(Record):
+    format: str
+    configs: list[Any]
+
+
+class _Member(Record):
+    name: Words
+    least: _Tokens
+    most: _Tokens | None
+    config: Any
 
 
 @dataclass(frozen=True)
@@ -34,13 +50,7 @@ class Member:
     def __post_init__(self) -> None:
         if not isinstance(self.config, HeadConfig):
             raise ConfigError(f"A member of a config set needs a HeadConfig, got {type(self.config).__name__}.")
-        if not isinstance(self.name, str) or not self.name.strip() or len(self.name) > 200:
-            raise ConfigError("A member of a config set needs a name of 1 to 200 characters.")
-        for field, value in (("least", self.least), ("most", self.most)):
-            if value is None and field == "most":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_BUDGET:
-                raise ConfigError(f"{self.name}: {field} must be a number of tokens from 1, got {str(value)[:40]!r}.")
+        records.check(_Member, vars(self), f"the member {self.name!r:.60}")
         if self.most is not None and self.most < self.least:
             raise ConfigError(f"{self.name}: most = {self.most} is smaller than least = {self.least}.")
 
@@ -117,12 +127,10 @@ class ConfigSet:
 
     @classmethod
     def _read(cls, value: dict[str, Any]) -> ConfigSet:
-        if set(value) != {"format", "configs"} or not isinstance(value["configs"], list):
-            raise ConfigError('a config set holds "format" and a list "configs", and nothing else.')
+        records.check(_File, value, "", whole="the config set")
         members = []
         for number, item in enumerate(value["configs"]):
-            if not isinstance(item, dict) or set(item) != set(_FIELDS):
-                raise ConfigError(f"config {number} must be an object with {', '.join(_FIELDS)}.")
+            records.check(_Member, item, f"config {number}")
             config = HeadConfig.from_dict(item["config"], f"config {number}")
             members.append(Member(config, item["name"], item["least"], item["most"]))
         return cls(tuple(members))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from headscope.engine.attend import checks as shapes
 from headscope.engine.attend.index import Index
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.kernels import backends
 
-FLOOR = 1e-5
+MISSED_MASS_FLOOR = 1e-5
 """Missed mass below this is rounding of float32 LSEs, not a measurement: each carries about 1e-6, and more where
 logits are large. It is reported as measured, not as zero; the studio and `headscope inspect --help` say so."""
 
@@ -34,7 +34,7 @@ def missed_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tens
 
     Exact for every row at any length: the sparse sum of exponentials over the dense one is the captured mass.
     """
-    missed = -torch.expm1(lse_sparse.float() - lse_dense.float())
+    missed = -torch.expm1(lse_sparse - lse_dense)
     return torch.where(torch.isneginf(lse_dense), 0.0, missed).clamp(0.0, 1.0) + 0.0  # never -0
 
 
@@ -76,30 +76,28 @@ def _percentile(rows: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def pooled_map(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    inputs: ScoreInputs,
     lse_dense: torch.Tensor,
     *,
-    scale: float | None = None,
-    starts: shapes.Starts = None,
     rows: tuple[int, int] | None = None,
     cols: tuple[int, int] | None = None,
     shape: tuple[int, int] = (256, 256),
     index: Index | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Exact sum of probability per tile, float32 [B, Hq, rows, cols]; of the computed cells alone with an index.
+    """Exact sum of probability per tile, [B, Hq, rows, cols]; of the computed cells alone with an index.
 
-    `rows` and `cols` are half-open spans of own positions (everything by default) cut into `shape` tiles; tile
-    `a` of `p` starts at `first + (stop - first) * a // p`. Memory does not grow with the number of cells.
+    float32, from the reference float64.
+
+    `lse_dense` [B, Hq, S]. `rows` and `cols` are half-open spans of own positions (everything by default) cut into
+    `shape` tiles; tile `a` of `p` starts at `first + (stop - first) * a // p`. Memory does not grow with the number
+    of cells.
     """
-    shapes.check_qk(q, k)
-    first = shapes.check_starts(starts, q, k)
-    rows, cols = _span("rows", rows, k), _span("cols", cols, k)
+    rows, cols = _span("rows", rows, inputs.length), _span("cols", cols, inputs.length)
     shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
     layout = index.computed if index is not None else None
-    backend = backends.choose(impl, q)
-    return backend.pooled(q, k, lse_dense, shapes.check_scale(scale, q), first, rows, cols, shape, layout)
+    backend = backends.choose(impl, inputs.q, layout)
+    return backend.pooled(inputs.q, inputs.k, lse_dense, inputs.scale, inputs.starts, rows, cols, shape, layout)
 
 
 def coverage_map(
@@ -114,26 +112,17 @@ def coverage_map(
     rows = rows if rows is not None else (0, layout.kv_len)
     cols = cols if cols is not None else (0, layout.kv_len)
     shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
-    return backends.choose("auto", layout.windows).coverage(layout, rows, cols, shape)
+    return backends.for_layout(layout).coverage(layout, rows, cols, shape)
 
 
-def profiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse_dense: torch.Tensor,
-    *,
-    scale: float | None = None,
-    starts: shapes.Starts = None,
-    impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact probability per column and per distance, over all rows: two float32 [B, Hq, T]."""
-    shapes.check_qk(q, k)
-    backend = backends.choose(impl, q)
-    return backend.sums(q, k, lse_dense, shapes.check_scale(scale, q), shapes.check_starts(starts, q, k))
+def profiles(inputs: ScoreInputs, lse_dense: torch.Tensor, impl: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact probability per column and per distance, over all rows: two [B, Hq, T] in float32, from the reference
+    in float64. `lse_dense` [B, Hq, S]."""
+    backend = backends.choose(impl, inputs.q)
+    return backend.sums(inputs.q, inputs.k, lse_dense, inputs.scale, inputs.starts)
 
 
-def _span(name: str, span: tuple[int, int] | None, k: torch.Tensor) -> tuple[int, int]:
-    length = k.shape[2]
+def _span(name: str, span: tuple[int, int] | None, length: int) -> tuple[int, int]:
     if span is None:
         return 0, length
     if not 0 <= span[0] < span[1] <= length:

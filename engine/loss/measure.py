@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from headscope.engine.attend import checks as shapes
-from headscope.engine.attend.attention import dense_attention, sparse_attention
+from headscope.engine.attend.attention import attend_dense, attend_sparse
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.attend.index import Index, build_index
+from headscope.engine.attend.index import Index, index_layer
+from headscope.engine.attend.inputs import LayerInputs, Starts
+from headscope.engine.base.timing import timed
 from headscope.engine.loss import mass
 from headscope.engine.patterns.families import Pattern
 from headscope.kernels import backends
@@ -83,30 +83,9 @@ class DensePass:
     ms: float
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result of `work` and its wall time in ms, the device's queue drained before and after."""
-    _drain(device)
-    began = time.perf_counter()
-    result = work()
-    _drain(device)
-    return result, (time.perf_counter() - began) * 1e3
-
-
-def _drain(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def dense_pass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None = None,
-    starts: shapes.Starts = None,
-    impl: str = "auto",
-) -> DensePass:
-    """Dense attention with its time: what `measure_heads` compares with."""
-    (out, lse), ms = timed(lambda: dense_attention(q, k, v, scale, starts, impl), q.device)
+def dense_pass(inputs: LayerInputs, impl: str = "auto") -> DensePass:
+    """Dense attention with its time: what `measure_patterns` compares with."""
+    (out, lse), ms = timed(lambda: attend_dense(inputs, impl), inputs.device)
     return DensePass(out, lse, ms)
 
 
@@ -118,7 +97,7 @@ def measure_heads(
     *,
     layer: int = 0,
     scale: float | None = None,
-    starts: shapes.Starts = None,
+    starts: Starts = None,
     estimator: Estimator | None = None,
     tile: int | None = None,
     impl: str = "auto",
@@ -128,20 +107,32 @@ def measure_heads(
 
     Shapes as in `build_index`; `dense` reuses an earlier `dense_pass` over the same q, k, v.
     """
-    base = dense if dense is not None else dense_pass(q, k, v, scale, starts, impl)
-    index, index_ms = timed(
-        lambda: build_index(q, k, patterns, scale, starts, tile, estimator, impl),
-        q.device,
-    )
-    (out, lse), kernel_ms = timed(lambda: sparse_attention(q, k, v, index, impl), q.device)
+    inputs = LayerInputs(q, k, v, scale, starts)
+    return measure_patterns(inputs, patterns, layer=layer, estimator=estimator, tile=tile, impl=impl, dense=dense)
+
+
+def measure_patterns(
+    inputs: LayerInputs,
+    patterns: Sequence[Pattern],
+    *,
+    layer: int = 0,
+    estimator: Estimator | None = None,
+    tile: int | None = None,
+    impl: str = "auto",
+    dense: DensePass | None = None,
+) -> LayerMeasurement:
+    """`measure_heads` over checked inputs."""
+    base = dense if dense is not None else dense_pass(inputs, impl)
+    index, index_ms = timed(lambda: index_layer(inputs, patterns, tile, estimator, impl), inputs.device)
+    (out, lse), kernel_ms = timed(lambda: attend_sparse(inputs, index, impl), inputs.device)
     missed = mass.missed_mass(lse, base.lse)
     return LayerMeasurement(
         layer=layer,
         index_ms=index_ms,
         kernel_ms=kernel_ms,
         dense_ms=base.ms,
-        impl=backends.choose(impl, q, index.computed).name,
-        device=str(q.device),
+        impl=backends.choose(impl, inputs.q, index.computed).name,
+        device=str(inputs.device),
         heads=_heads(layer, index, missed, out, base.out, index_ms + kernel_ms),
         missed=missed,
         index=index,
@@ -159,13 +150,13 @@ def output_errors(out: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor,
 def _heads(
     layer: int, index: Index, missed: torch.Tensor, out: torch.Tensor, dense: torch.Tensor, ms: float
 ) -> tuple[HeadMeasurement, ...]:
-    found = mass.losses(missed, index.computed.first_row)
+    losses = mass.losses(missed, index.computed.first_row)
     error, cosine = (x.tolist() for x in output_errors(out, dense))
     causal = max(1, int(index.causal_pairs().sum()))
     requested = index.requested_pairs().sum(0).tolist()
-    areas = index.areas()
-    parts = [x.sum(0).tolist() for x in (areas.block, areas.column, areas.causal_waste, areas.padding)]
-    computed = [block + column for block, column in zip(parts[0], parts[1], strict=True)]
+    counts = index.areas()
+    areas = [x.sum(0).tolist() for x in (counts.block, counts.column, counts.causal_waste, counts.padding)]
+    computed = [block + column for block, column in zip(areas[0], areas[1], strict=True)]
     total = max(1, sum(computed))
     return tuple(
         HeadMeasurement(
@@ -183,8 +174,8 @@ def _heads(
             computed_density=computed[head] / causal,
             requested_pairs=requested[head],
             computed_pairs=computed[head],
-            areas=(parts[0][head], parts[1][head], parts[2][head], parts[3][head]),
+            areas=(areas[0][head], areas[1][head], areas[2][head], areas[3][head]),
             time_share_ms=ms * computed[head] / total,
         )
-        for head, (pattern, loss) in enumerate(zip(index.patterns, found, strict=True))
+        for head, (pattern, loss) in enumerate(zip(index.patterns, losses, strict=True))
     )

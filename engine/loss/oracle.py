@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from headscope.engine.attend.index import Index
-from headscope.engine.patterns.families import AShape, BlockSparse, VerticalSlash
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.diagonals import by_distance
+from headscope.kernels.torch.probabilities import probabilities
 
 _CELLS = 2**24
 """Probabilities formed for one head: 64 MiB. Longer prompts are judged on evenly spread rows."""
@@ -50,27 +51,24 @@ class LossSplit:
         )
 
 
-def loss_split(
-    q: torch.Tensor, k: torch.Tensor, lse_dense: torch.Tensor, index: Index, head: int, sequence: int = 0
-) -> LossSplit:
-    """The four steps for one query head. q [B, Hq, S, D], k [B, Hkv, T, D], `lse_dense` [B, Hq, S]."""
+def loss_split(inputs: ScoreInputs, lse_dense: torch.Tensor, index: Index, head: int, sequence: int = 0) -> LossSplit:
+    """The four steps for one query head. `lse_dense` [B, Hq, S]; `index` is built on the same inputs."""
+    q, k = inputs.q, inputs.k
     layout, start = index.computed, index.starts[sequence]
     length = layout.length(sequence)
     first = max(0, layout.first_row[sequence])
     rows = _rows(first, length, q.device)
     local = rows - layout.first_row[sequence]
-    key_head = head // (q.shape[1] // k.shape[1])
-    scores = (q[sequence, head, local].float() @ k[sequence, key_head, start:].float().T) * index.scale
-    weight = (scores - lse_dense[sequence, head, local, None]).exp()
-    future = torch.arange(length, device=q.device)[None, :] > rows[:, None]
-    weight = weight.masked_fill(future, 0.0)
+    key_head = head // inputs.group
+    queries, keys = q[sequence, head, local][None], k[sequence, key_head, start:][None]
+    weight = probabilities(queries, keys, lse_dense[sequence, head, local][None], rows, index.scale)[0]
     number = sequence * layout.heads + head
     requested = _cells(index, number, rows, length, requested=True)
     computed = _cells(index, number, rows, length, requested=False)
     budget = requested.sum(1)
     return LossSplit(
         top_k=_missed(_top_k(weight, budget)),
-        geometric=_missed(_geometric(weight, rows, index, head, requested)),
+        geometric=_missed(_geometric(weight, rows, index, head, number, requested)),
         online=_missed((weight * requested).sum(1)),
         computed=_missed((weight * computed).sum(1)),
         rows=len(rows),
@@ -104,16 +102,27 @@ def _top_k(weight: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
 
 
 def _geometric(
-    weight: torch.Tensor, rows: torch.Tensor, index: Index, head: int, requested: torch.Tensor
+    weight: torch.Tensor, rows: torch.Tensor, index: Index, head: int, number: int, requested: torch.Tensor
 ) -> torch.Tensor:
+    """[r]: mass of the best cells of the head's own family, as many as were requested."""
     pattern = index.patterns[head]
-    if isinstance(pattern, VerticalSlash):
+    if pattern.oracle == "lines":
         return _lines(weight, rows, int(requested.sum()))
-    if isinstance(pattern, AShape):
-        return _best_a_shape(weight, rows, int(requested.sum()))
-    if isinstance(pattern, BlockSparse):
-        return _best_blocks(weight, rows, requested, pattern.block_size)
+    if pattern.oracle == "a-shape":
+        return _best_a_shape(weight, rows, requested, _whole_rows(index, number, rows))
+    if pattern.oracle == "blocks":
+        return _best_blocks(weight, rows, requested, index.requested.block_size[number])
+    assert pattern.oracle == "own"
     return (weight * requested).sum(1)
+
+
+def _whole_rows(index: Index, number: int, rows: torch.Tensor) -> torch.Tensor:
+    """bool [r]: rows for which every key block is listed, whatever else a head has; no family chooses those."""
+    layout = index.requested
+    if layout.block_slot[number] < 0:
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    block_row = rows // layout.block_size[number]
+    return layout.block_count[layout.block_slot[number]][block_row] > block_row
 
 
 def _lines(weight: torch.Tensor, rows: torch.Tensor, cells: int) -> torch.Tensor:
@@ -142,8 +151,19 @@ def _lines(weight: torch.Tensor, rows: torch.Tensor, cells: int) -> torch.Tensor
     return (weight * taken).sum(1)
 
 
-def _best_a_shape(weight: torch.Tensor, rows: torch.Tensor, cells: int) -> torch.Tensor:
+def _best_a_shape(
+    weight: torch.Tensor, rows: torch.Tensor, requested: torch.Tensor, whole: torch.Tensor
+) -> torch.Tensor:
+    """[r]: mass of the best split of the requested cells into sink columns and a window; `whole` rows stay whole."""
+    captured = weight.sum(1).double()
+    captured[~whole] = _best_split(weight[~whole], rows[~whole], int(requested[~whole].sum()))
+    return captured
+
+
+def _best_split(weight: torch.Tensor, rows: torch.Tensor, cells: int) -> torch.Tensor:
     """[r]: mass of the best split of `cells` cells into sink columns and a window."""
+    if not len(rows):
+        return weight.new_zeros(0).double()
     total = torch.nn.functional.pad(weight.double().cumsum(1), (1, 0))
     best = weight.new_zeros(len(rows)).double()
     for share in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 0.95):

@@ -16,7 +16,6 @@ from headscope.engine.model import rows as row_maths
 from headscope.engine.model.hook import Call, Hook
 from headscope.engine.model.modules import tensor_parallel_rank
 from headscope.engine.model.rows import Rows
-from headscope.engine.patterns.families import Dense
 
 if TYPE_CHECKING:
     from headscope.engine.config.host import HostProfile
@@ -59,7 +58,7 @@ class SparsePrefill:
         patterns = config.patterns(call.layer)
         offset = row_maths.head_offset(heads, len(patterns), tensor_parallel_rank(call.module))
         mine = patterns[offset : offset + heads]
-        if all(isinstance(pattern, Dense) for pattern in mine):
+        if all(pattern.is_dense for pattern in mine):
             return _dense(call, rows)
         if self._lengths is not None:
             # In a chunked prefill these are the lengths so far.

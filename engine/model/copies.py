@@ -17,7 +17,8 @@ from filelock import FileLock
 
 from headscope.engine.base import files
 from headscope.engine.base.errors import ModelError
-from headscope.engine.model.packaged import Progress, cache_dir, disk_errors, fetch, packaged
+from headscope.engine.base.progress import Progress
+from headscope.engine.model.packaged import cache_dir, disk_errors, fetch, packaged
 
 MANIFEST = "headscope.json"
 _FORMAT = "headscope.copy/1"

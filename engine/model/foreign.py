@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headscope.engine.base.errors import HeadscopeError, ModelError
+from headscope.engine.base.errors import HeadscopeError, ModelError, UnusableModel
 from headscope.engine.model.packaged import PACKAGED
 
 _UNREACHABLE = {
@@ -17,6 +17,12 @@ _UNREACHABLE = {
     "OfflineModeIsEnabled",
     "ReadTimeout",
 }
+_UNREACHABLE_WORDS = (
+    "couldn't connect",
+    "couldn't find them in the cached files",
+    "offline mode",
+    "name resolution",
+)
 
 
 @contextmanager
@@ -33,42 +39,38 @@ def explained(name: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ModelError(_explanation(name, error)) from error
+        raise _told(name, error) from error
 
 
-def _explanation(name: str, error: BaseException) -> str:
+def _told(name: str, error: BaseException) -> ModelError:
     causes = _causes(error)
     kinds = {type(cause).__name__ for cause in causes}
     text = " ".join(str(cause) for cause in causes).lower()
     shown = name if len(name) <= 120 else name[:117] + "..."
     if "GatedRepoError" in kinds or "gated repo" in text:
-        return (
+        return ModelError(
             f"the model {shown!r} is gated: accept its terms on the hub and log in with `hf auth login`, "
             "or give a local folder"
         )
     if "trust_remote_code" in text or "custom code" in text:
-        return f"the model {shown!r} needs code of its own, which is never run: use a model of a family in transformers"
-    if kinds & _UNREACHABLE or any(
-        words in text
-        for words in (
-            "couldn't connect",
-            "couldn't find them in the cached files",
-            "offline mode",
-            "name resolution",
+        return UnusableModel(
+            f"the model {shown!r} needs code of its own, which is never run: use a model of a family in transformers"
         )
-    ):
-        return (
+    if kinds & _UNREACHABLE or any(words in text for words in _UNREACHABLE_WORDS):
+        return ModelError(
             f"the model hub cannot be reached to load {shown!r}: connect and try again, or give a packaged model "
             f"({', '.join(PACKAGED)}) or a local folder"
         )
     if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text or "repo id must" in text:
-        return (
+        return UnusableModel(
             f"no model called {shown!r} is known here or on the hub: give a packaged model "
             f"({', '.join(PACKAGED)}), a local folder, or a hub id that you may read"
         )
     if any(isinstance(cause, PermissionError) for cause in causes):
-        return f"{shown!r} may not be read ({_sentence(error)}): change its permissions, or give another folder"
-    return (
+        return UnusableModel(
+            f"{shown!r} may not be read ({_sentence(error)}): change its permissions, or give another folder"
+        )
+    return UnusableModel(
         f"{shown!r} cannot be loaded as a causal language model ({_sentence(error)}): "
         "give a folder with config.json and intact safetensors or GGUF weights"
     )

@@ -16,12 +16,13 @@ from urllib.request import Request, urlopen
 import torch
 
 from headscope.engine.base import files
-from headscope.engine.base.errors import ModelError, OptionError
+from headscope.engine.base.errors import ModelError, OptionError, UnusableModel
+from headscope.engine.base.progress import Progress
 from headscope.engine.config.facts import ModelFacts, facts_of
 from headscope.engine.model import weights
 from headscope.engine.model.copies import float32_copy
 from headscope.engine.model.foreign import explained
-from headscope.engine.model.packaged import PACKAGED, Progress, cache_dir, fetch
+from headscope.engine.model.packaged import PACKAGED, cache_dir, fetch
 
 __all__ = ["LoadedModel", "ModelFacts", "cache_dir", "fetch", "load_model"]
 
@@ -63,7 +64,7 @@ def load_model(
     """
     name = str(name_or_path)
     if not name.strip():
-        raise ModelError(f"no model is named: give a packaged model ({', '.join(PACKAGED)}), a folder or a hub id")
+        raise UnusableModel(f"no model is named: give a packaged model ({', '.join(PACKAGED)}), a folder or a hub id")
     place = _device(device)
     kind = _dtype(dtype, place)
     with explained(name):
@@ -74,7 +75,7 @@ def load_model(
             folder, gguf = _local(path)
             return _load(folder, gguf, name, "gguf" if gguf else "safetensors", kind, place)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
-        raise ModelError(
+        raise UnusableModel(
             f"there is no file or folder {name!r}: give a folder with config.json and safetensors or GGUF weights, "
             f"or a packaged model ({', '.join(PACKAGED)})"
         )
@@ -110,8 +111,10 @@ def _local(path: Path) -> tuple[Path, str | None]:
     """Folder and GGUF file name (None for safetensors) of a local model."""
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{str(path)!r} is no GGUF file: give a .gguf file or the folder of a model")
+            raise UnusableModel(f"{str(path)!r} is no GGUF file: give a .gguf file or the folder of a model")
         return path.parent, path.name
+    if not path.is_dir():
+        raise UnusableModel(f"{str(path)!r} is neither a file nor a folder: give a .gguf file or the folder of a model")
     names = sorted(item.name for item in path.iterdir())
     ggufs = [item for item in names if item.lower().endswith(".gguf")]
     if "config.json" in names and any(item.endswith(".safetensors") for item in names):
@@ -119,10 +122,12 @@ def _local(path: Path) -> tuple[Path, str | None]:
     if len(ggufs) == 1:
         return path, ggufs[0]
     if ggufs:
-        raise ModelError(f"{str(path)!r} holds {len(ggufs)} GGUF files: name one of them, such as {ggufs[0]}")
+        raise UnusableModel(f"{str(path)!r} holds {len(ggufs)} GGUF files: name one of them, such as {ggufs[0]}")
     if any(item.endswith((".bin", ".pt", ".pth", ".ckpt")) for item in names):
-        raise ModelError(f"{str(path)!r} holds pickled weights only, which can run code: convert them to safetensors")
-    raise ModelError(f"{str(path)!r} is no model: it needs config.json and *.safetensors, or one .gguf file")
+        raise UnusableModel(
+            f"{str(path)!r} holds pickled weights only, which can run code: convert them to safetensors"
+        )
+    raise UnusableModel(f"{str(path)!r} is no model: it needs config.json and *.safetensors, or one .gguf file")
 
 
 def _load(

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,8 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 
-from headscope.engine.base.errors import ModelError
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes expected."""
+from headscope.engine.base.errors import ModelError, UnusableModel
+from headscope.engine.base.progress import Progress
 
 _CHUNK = 1 << 20
 
@@ -77,7 +75,7 @@ def cache_dir() -> Path:
 def packaged(name: str) -> PackagedModel:
     """The packaged model of that name, or ModelError with the names that exist."""
     if name not in PACKAGED:
-        raise ModelError(f"there is no packaged model called {name!r}: choose one of {', '.join(PACKAGED)}")
+        raise UnusableModel(f"there is no packaged model called {name!r}: choose one of {', '.join(PACKAGED)}")
     return PACKAGED[name]
 
 

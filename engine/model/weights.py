@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headscope.engine.base import files
-from headscope.engine.base.errors import ModelError
+from headscope.engine.base.errors import UnusableModel
 from headscope.engine.base.files import listing
 
 _LEAST_BYTES = {"metadata entry": 8 + 1 + 4 + 1, "tensor": 8 + 1 + 4 + 8 + 4 + 8}
@@ -33,30 +33,30 @@ _SAME = {"rope.scaling.type": ("none",), "rope.scaling.factor": (0.0, 1.0), "rop
 
 
 def check_index(folder: Path) -> None:
-    """ModelError where an index of shards names anything but safetensors files that lie in `folder`."""
+    """UnusableModel where an index of shards names anything but safetensors files that lie in `folder`."""
     for path in sorted(folder.glob("*.index.json")):
-        index = files.read_json(path, ModelError)
+        index = files.read_json(path, UnusableModel)
         check_weight_map(index, str(path))
         missing = {name for name in index["weight_map"].values() if not (folder / name).is_file()}
         if missing:
-            raise ModelError(f"{path} names {listing(sorted(missing))}, which are not there: fetch the model again")
+            raise UnusableModel(f"{path} names {listing(sorted(missing))}, which are not there: fetch the model again")
 
 
 def check_weight_map(index: Any, where: str) -> None:
-    """ModelError where the `weight_map` of an index holds anything but plain names of safetensors files."""
+    """UnusableModel where the `weight_map` of an index holds anything but plain names of safetensors files."""
     places = index.get("weight_map") if isinstance(index, Mapping) else None
     if not isinstance(places, Mapping) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise ModelError(f'{where} is damaged: it must hold "weight_map", a file name for each tensor')
+        raise UnusableModel(f'{where} is damaged: it must hold "weight_map", a file name for each tensor')
     wrong = sorted({name for name in places.values() if Path(name).name != name or not name.endswith(".safetensors")})
     if wrong:
-        raise ModelError(
+        raise UnusableModel(
             f"{where} names {listing(wrong)}, and weights are read from .safetensors files beside it only: "
             "convert the model to safetensors"
         )
 
 
 def check_loaded(name: str, info: Mapping[str, Any]) -> None:
-    """ModelError naming the tensors that the files lack, or that the model has no place for.
+    """UnusableModel naming the tensors that the files lack, or that the model has no place for.
 
     `info` is what transformers reports; tied heads and what a family ignores on purpose are not in it.
     """
@@ -71,29 +71,29 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
     if mismatched:
         found.append(f"{len(mismatched)} have another shape ({listing(mismatched, 3)})")
     if found:
-        raise ModelError(
+        raise UnusableModel(
             f"the weights of {name!r} do not fit its config: {' and '.join(found)}; fetch the model again, or mend "
             "config.json"
         )
 
 
 def check_gguf_header(path: Path) -> None:
-    """ModelError where the header of a GGUF file promises more than a file of its size can hold."""
+    """UnusableModel where the header of a GGUF file promises more than a file of its size can hold."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(24)
     if len(head) < 24 or head[:4] != b"GGUF":
-        raise ModelError(f"{str(path)!r} is no GGUF file, or cut short: fetch it again")
+        raise UnusableModel(f"{str(path)!r} is no GGUF file, or cut short: fetch it again")
     version, tensors, entries = struct.unpack("<IQQ", head[4:])
     if version not in (2, 3):
-        raise ModelError(f"{str(path)!r} is GGUF version {version}, and 2 and 3 can be read: convert it again")
+        raise UnusableModel(f"{str(path)!r} is GGUF version {version}, and 2 and 3 can be read: convert it again")
     needed = tensors * _LEAST_BYTES["tensor"] + entries * _LEAST_BYTES["metadata entry"]
     if needed > size:
-        raise ModelError(f"{str(path)!r} is damaged: its header promises more than its {size} bytes hold")
+        raise UnusableModel(f"{str(path)!r} is damaged: its header promises more than its {size} bytes hold")
 
 
 def check_gguf(path: Path, known_settings: Mapping[str, Any], config: Any, known_tensors: Iterable[str]) -> None:
-    """ModelError naming settings and tensors of a GGUF file that change the model and that transformers does not read.
+    """UnusableModel naming what changes the model in a GGUF file and is not read by transformers.
 
     `known_settings` maps the settings that it reads, without the architecture in front, to their names in the config
     (None or -1: passed over). `known_tensors` are the tensors that it reads.
@@ -112,7 +112,7 @@ def check_gguf(path: Path, known_settings: Mapping[str, Any], config: Any, known
         if any(part in setting for part in _CHANGE_NUMBERS) and value not in (*_SAME.get(setting, ()), ours):
             ignored.append(f"{key} = {str(value)[:40]}")
     if ignored:
-        raise ModelError(
+        raise UnusableModel(
             f"{str(path)!r} has settings that are not read from GGUF files ({listing(ignored, 3)}), and without them "
             "the numbers would be others: give the model as safetensors"
         )

@@ -12,14 +12,15 @@ import os
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from headscope.engine.base.errors import PromptError
-from headscope.engine.base.files import listing, read_bytes, read_json
+from headscope.engine.base.files import listing, printable, read_bytes, read_json
 from headscope.engine.base.places import ROOT
+from headscope.engine.prompts.prompt import Prompt
 
 FOLDER = ROOT / "sample_prompts"
 LARGEST_PROMPT = 64 * 2**20
@@ -57,13 +58,14 @@ class SamplePrompt:
     expected: str | None
     path: Path
 
-    def read(self) -> str:
-        return read_prompt(self.path)
+    def read(self) -> Prompt:
+        """Its text as a prompt of this kind."""
+        return Prompt(self.name, self.kind, _text_of(self.path), "sample")
 
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """A made prompt. `tokens` is counted with the tokenizer given, or estimated (`counted` false)."""
+    """A long text, made here. `tokens` is counted with the tokenizer given, or estimated (`counted` false)."""
 
     text: str
     tokens: int
@@ -93,26 +95,28 @@ def list_prompts(folder: Path | None = None) -> tuple[SamplePrompt, ...]:
         raise PromptError(f"{home / 'index.json'} is damaged: install headscope again.") from problem
 
 
-def read_prompt(source: str | os.PathLike[str]) -> str:
-    """The text of a file, or of a sample prompt by its name (`code`); line breaks at the end are dropped.
+def read_prompt(source: str | os.PathLike[str]) -> Prompt:
+    """The prompt in a file, or a sample prompt by its name (`code`); line breaks at the end are dropped.
 
+    A file of the samples is that sample; any other has its own name, without the ending, for name and kind.
     `PromptError` with one sentence for what is missing, empty, blank, binary, not UTF-8, or above 64 MiB.
     """
     if not os.fspath(source).strip():
         raise PromptError("No prompt is named: give a text file, or the name of a sample prompt such as code.")
     path = Path(source)
+    samples = {sample.name: sample for sample in list_prompts()}
     if not os.path.exists(path) and path.suffix in ("", ".txt") and len(path.parts) <= 2:
-        samples = {sample.name: sample.path for sample in list_prompts()}
         if path.stem in samples and (len(path.parts) == 1 or path.parts[0] == FOLDER.name):
-            path = samples[path.stem]
-        elif len(path.parts) == 1:
+            return samples[path.stem].read()
+        if len(path.parts) == 1:
             raise PromptError(f"There is no file {str(path)[:200]}, and the sample prompts are {listing(samples, 20)}.")
-    raw = read_bytes(path, LARGEST_PROMPT, PromptError)
-    return checked_text(raw, str(path))
+    text, name = _text_of(path), printable(path.stem)
+    same = next((sample for sample in samples.values() if sample.path == path.resolve()), None)
+    return Prompt(name, name, text, "file") if same is None else same.read()
 
 
-def read_folder(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """The prompts of a folder's .txt and .md files by file name, sorted; `PromptError` names the first bad one."""
+def read_folder(folder: str | os.PathLike[str]) -> tuple[Prompt, ...]:
+    """The prompts of a folder's .txt and .md files, named and sorted by file name; `PromptError` names a bad one."""
     home = Path(folder)
     if not os.path.isdir(home):
         raise PromptError(f"{str(home)[:200]} is not a folder; give one with .txt files.")
@@ -122,7 +126,11 @@ def read_folder(folder: str | os.PathLike[str]) -> dict[str, str]:
         raise PromptError(f"Could not read the folder {home}: {problem.strerror}.") from problem
     if not paths:
         raise PromptError(f"{home} holds no .txt files.")
-    return {path.name: read_prompt(path) for path in paths}
+    return tuple(replace(read_prompt(path), name=printable(path.name)) for path in paths)
+
+
+def _text_of(path: Path) -> str:
+    return checked_text(read_bytes(path, LARGEST_PROMPT, PromptError), str(path))
 
 
 def checked_text(raw: bytes, name: str) -> str:

@@ -7,19 +7,22 @@ one of them under a head config. Tasks on which the dense model itself scores un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headscope.engine.base.errors import Cancelled, ModelError, PromptError
+from headscope.engine.base.errors import Cancelled, ModelError
+from headscope.engine.base.progress import Cancel, NamedProgress
 from headscope.engine.config.facts import text_config
-from headscope.engine.config.file import HeadConfig, HeadEntry
+from headscope.engine.config.file import HeadConfig
 from headscope.engine.model.apply import apply
 from headscope.engine.patterns.families import Dense
 from headscope.engine.prompts.retrieval import KINDS, RetrievalPrompt, is_answer, retrieval_grid
-from headscope.engine.prompts.tokens import check_ids
+from headscope.engine.prompts.tokens import check_ids, counter
+from headscope.engine.runs.answer import answer
+from headscope.engine.runs.finite import not_finite
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
@@ -29,9 +32,6 @@ _ROWS = 256
 
 ANSWER_TOKENS = 16
 INFORMATIVE = 0.5
-
-Progress = Callable[[int, int, str], None]
-Cancel = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,15 @@ def hidden_states(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig | N
 
 
 def check_head(loaded: LoadedModel, ids: torch.Tensor, hidden: torch.Tensor) -> None:
-    """ModelError if the model does more to its logits than its output layer (and a soft cap) does."""
+    """ModelError if the logits are not finite, or not just what the output layer (and a soft cap) makes of `hidden`."""
     with torch.no_grad():
         own = (
             loaded.model(input_ids=check_ids(loaded, ids).to(loaded.device), use_cache=False, logits_to_keep=1)
             .logits[0, -1]
             .float()
         )
+    if not math.isfinite(float(own.max())):
+        raise not_finite("the logits of the last position", loaded.dtype)
     ours = _logits(loaded, hidden[-1:])[0]
     if not torch.allclose(own, ours, rtol=2e-2, atol=2e-2 * float(own.abs().max())):
         raise ModelError(f"{loaded.name} changes its logits after the output layer in a way that is not served here.")
@@ -139,7 +141,7 @@ def compare(
     for row in range(0, len(tokens), _ROWS):
         a = _logits(loaded, dense[row : row + _ROWS]).log_softmax(-1)
         b = _logits(loaded, sparse[row : row + _ROWS]).log_softmax(-1)
-        kls.append((a.exp() * (a - b)).sum(-1).clamp(min=0.0).double())
+        kls.append(_checked((a.exp() * (a - b)).sum(-1), row, loaded.dtype).clamp(min=0.0).double())
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
         following = tokens[row + 1 : row + 1 + len(a)]
         at = torch.arange(len(following), device=a.device)
@@ -158,6 +160,14 @@ def compare(
     )
 
 
+def _checked(kl: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
+    """KL of rows [rows] from position `first` on; ModelError names the first that is not finite."""
+    bad = (~torch.isfinite(kl)).nonzero()
+    if len(bad):
+        raise not_finite(f"the logits at position {first + int(bad[0])}", dtype)
+    return kl
+
+
 def quality(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig, name: str = "prompt") -> Quality:
     """Perplexity, KL and top-1 agreement of one prompt under a config."""
     dense = hidden_states(loaded, ids, None)
@@ -165,28 +175,13 @@ def quality(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig, name: st
     return compare(loaded, ids, dense, hidden_states(loaded, ids, config), name)
 
 
-def generate(loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig | None, tokens: int) -> list[int]:
-    """Greedy tokens after a prompt: prefill dense or under a config, decode dense."""
-    ids = check_ids(loaded, ids).to(loaded.device)
-    most = loaded.facts.max_position
-    if most and ids.shape[1] + tokens > most:
-        raise PromptError(f"{ids.shape[1]} tokens and {tokens} new ones exceed the {most} positions of {loaded.name}.")
-    settings = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    pad = getattr(loaded.tokenizer, "pad_token_id", None) or getattr(loaded.tokenizer, "eos_token_id", None)
-    with torch.no_grad():
-        if config is None:
-            out = loaded.model.generate(ids, pad_token_id=pad, **settings)
-        else:
-            with apply(loaded, config):
-                out = loaded.model.generate(ids, pad_token_id=pad, **settings)
-    return out[0, ids.shape[1] :].tolist()
-
-
 def continuation(
     loaded: LoadedModel, ids: torch.Tensor, config: HeadConfig, name: str = "prompt", tokens: int = 32
 ) -> Continuation:
     """How long the greedy continuations agree."""
-    dense, sparse = (generate(loaded, ids, which, tokens) for which in (None, config))
+    dense, sparse = (
+        answer(loaded, ids, which, max_new_tokens=tokens, warm_up=False).token_ids for which in (None, config)
+    )
     most = max(len(dense), len(sparse))
     agree = next(
         (n for n, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse))
@@ -202,16 +197,13 @@ def retrieval(
     lengths: Iterable[int] = (512, 1024, 2000),
     depths: Iterable[float] = (0.1, 0.5, 0.9),
     seeds: Iterable[int] = (0, 1),
-    progress: Progress | None = None,
+    progress: NamedProgress | None = None,
     cancel: Cancel | None = None,
 ) -> tuple[list[RetrievalCell], list[RetrievalTask]]:
     """The ladder: every kind, length and depth, dense and sparse on the same prompts."""
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.name} has no tokenizer, so it cannot be asked anything.")
-
-    def count(text: str) -> list[int]:
-        return list(loaded.tokenizer(text, verbose=False).input_ids)
-
+    count = counter(loaded)
     kind_list, length_list, depth_list, seed_list = list(kinds), sorted(set(lengths)), list(depths), list(seeds)
     total = len(kind_list) * len(length_list) * len(depth_list) * len(seed_list)
     right: dict[tuple[str, int, float], list[tuple[bool, bool]]] = {}
@@ -219,7 +211,7 @@ def retrieval(
     for length in length_list:
         for prompt in retrieval_grid(kind_list, [length], depth_list, seed_list, encode=count):
             _check(cancel)
-            ids = torch.tensor([count(prompt.text)])
+            ids = torch.tensor([list(count(prompt.text))])
             answers = [_right(loaded, prompt, ids, which) for which in (None, config)]
             right.setdefault((prompt.kind, length, prompt.depth), []).append((answers[0], answers[1]))
             at += 1
@@ -239,8 +231,7 @@ def retrieval(
 
 
 def _right(loaded: LoadedModel, prompt: RetrievalPrompt, ids: torch.Tensor, config: HeadConfig | None) -> bool:
-    new = generate(loaded, ids, config, ANSWER_TOKENS)
-    return is_answer(prompt.expected, loaded.tokenizer.decode(new, skip_special_tokens=True))
+    return is_answer(prompt.expected, answer(loaded, ids, config, max_new_tokens=ANSWER_TOKENS, warm_up=False).text)
 
 
 def _share(pairs: Sequence[tuple[bool, bool]], side: int) -> float:
@@ -250,8 +241,8 @@ def _share(pairs: Sequence[tuple[bool, bool]], side: int) -> float:
 def only_layers(config: HeadConfig, layers: Iterable[int]) -> HeadConfig:
     """The config with every other layer dense."""
     kept = set(layers)
-    heads = tuple(row if layer in kept else (HeadEntry(Dense()),) * len(row) for layer, row in enumerate(config.heads))
-    return replace(config, heads=heads)
+    others = [(layer, row) for layer, row in enumerate(config.heads) if layer not in kept]
+    return config.with_heads({(layer, head): Dense() for layer, row in others for head in range(len(row))})
 
 
 def by_layer(
@@ -261,7 +252,7 @@ def by_layer(
     *,
     layers: Iterable[int] | None = None,
     how: Sequence[str] = ("alone", "first layers"),
-    progress: Progress | None = None,
+    progress: NamedProgress | None = None,
     cancel: Cancel | None = None,
 ) -> list[LayerEffect]:
     """The effect on the logits of each layer alone, and of the first k layers, to show where error enters and grows."""

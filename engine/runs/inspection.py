@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import ConfigMismatch
-from headscope.engine.base.machine import hardware, versions
+from headscope.engine.base.machine import hardware
 from headscope.engine.base.memory import PeakMemory
+from headscope.engine.base.progress import Cancel, Progress
+from headscope.engine.config.evidence import Evidence, provenance, read_provenance
 from headscope.engine.config.facts import ModelFacts
-from headscope.engine.config.file import HeadConfig, HeadEntry
-from headscope.engine.loss.measure import HeadMeasurement, LayerMeasurement, measure_heads
+from headscope.engine.config.file import HeadConfig
+from headscope.engine.loss.measure import HeadMeasurement, LayerMeasurement, measure_patterns
 from headscope.engine.patterns.families import Fraction, VerticalSlash
-from headscope.engine.runs.capture import Progress, stream
+from headscope.engine.runs.capture import stream
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
-
-_EVIDENCE = (
-    "missed_mass_mean",
-    "missed_mass_worst",
-    "missed_mass_p99",
-    "output_error",
-    "computed_density",
-    "time_share_ms",
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def inspect_prompt(
     force_weights: bool = False,
     impl: str = "auto",
     progress: Progress | None = None,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
 ) -> Inspection:
     """Prefills `input_ids` [1, S] once, dense, and measures the heads of the chosen layers under `config`.
 
@@ -87,10 +79,9 @@ def inspect_prompt(
     heads: list[HeadMeasurement] = []
     rows: list[dict[str, Any]] = []
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        measured = measure_heads(
-            q, k, v, chosen.patterns(layer), layer=layer, scale=scale, estimator=chosen.estimator, impl=impl
-        )
+    def visit(layer: int, inputs: LayerInputs) -> None:
+        patterns = chosen.patterns(layer)
+        measured = measure_patterns(inputs, patterns, layer=layer, estimator=chosen.estimator, impl=impl)
         heads.extend(measured.heads)
         rows.append(measured.to_dict())
 
@@ -111,9 +102,8 @@ def in_situ(
     """Losses of every head on the tensors that it meets when the layers before it are sparse too."""
     measured: list[LayerMeasurement] = []
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        patterns = config.patterns(layer)
-        measured.append(measure_heads(q, k, v, patterns, layer=layer, scale=scale, estimator=config.estimator))
+    def visit(layer: int, inputs: LayerInputs) -> None:
+        measured.append(measure_patterns(inputs, config.patterns(layer), layer=layer, estimator=config.estimator))
 
     stream(loaded, input_ids, visit, config=config, progress=progress, logits=False)
     return tuple(measured)
@@ -122,34 +112,23 @@ def in_situ(
 def with_evidence(inspection: Inspection, loaded: LoadedModel, prompt: dict[str, Any]) -> HeadConfig:
     """The inspected config with what was measured beside each head, for the model at hand.
 
-    `prompt` describes it in provenance: sha256, tokens, kind.
+    `prompt` describes it in provenance; see `evidence.prompt_record`. Who made the patterns, and what a search or a
+    person kept of that, stays.
     """
-    measured = {(head.layer, head.head): head for head in inspection.heads}
+    evidence = {(head.layer, head.head): Evidence.of(head, prompt).to_dict() for head in inspection.heads}
     config = inspection.config
-
-    def entry(layer: int, head: int, old: HeadEntry) -> HeadEntry:
-        found = measured.get((layer, head))
-        if found is None:
-            return old
-        evidence = {name: round(float(getattr(found, name)), 6) for name in _EVIDENCE}
-        return replace(old, evidence={**evidence, "tokens": inspection.tokens, "loss": "isolated"})
-
     heads = tuple(
-        tuple(entry(layer, head, old) for head, old in enumerate(row)) for layer, row in enumerate(config.heads)
+        tuple(replace(entry, evidence=evidence.get((layer, head), entry.evidence)) for head, entry in enumerate(row))
+        for layer, row in enumerate(config.heads)
     )
-    provenance = {
-        **config.provenance,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "hardware": hardware(loaded.device),
-        "prompts": [prompt],
-        "lengths": [inspection.tokens],
-        "metric": "missed_mass_mean, isolated",
-    }
-    return replace(config, heads=heads, provenance=provenance, model=config.model | loaded.facts.to_dict())
-
-
-def prompt_facts(text: str, tokens: int, kind: str, template: bool) -> dict[str, Any]:
-    """What provenance and reports keep of a prompt; never its text."""
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    return {"sha256": digest, "tokens": tokens, "kind": kind, "template": template}
+    before = read_provenance(config.provenance)
+    record = provenance(
+        str(before.get("made_by", "a file, measured by inspect")),
+        hardware=hardware(loaded.device),
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        prompts=[prompt],
+        metric="missed_mass_mean, isolated",
+        parent=before.get("parent"),
+    )
+    return replace(config, heads=heads, provenance=before | record, model=config.model | loaded.facts.to_dict())

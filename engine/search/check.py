@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base import files
 from headscope.engine.base.heap import steady_heap
+from headscope.engine.base.progress import Cancel
 from headscope.engine.config.file import HeadConfig
-from headscope.engine.loss.measure import dense_pass, measure_heads
-from headscope.engine.patterns.families import Dense
+from headscope.engine.loss.measure import dense_pass, measure_patterns
 from headscope.engine.search.cost import CostModel
-from headscope.engine.search.measure import Cancel, SearchPrompt, Source, Timing, time_beside_dense
+from headscope.engine.search.measure import BesideDense, SearchPrompt, Source, time_beside_dense
 from headscope.engine.search.table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
 
 
@@ -72,14 +72,14 @@ def check_prompt(
     steady_heap()
     rows: list[tuple[Any, float, float]] = []
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    def visit(layer: int, inputs: LayerInputs) -> None:
         patterns = config.patterns(layer)
-        dense = dense_pass(q, k, v, scale, impl=impl)
-        found = measure_heads(q, k, v, patterns, scale=scale, estimator=config.estimator, impl=impl, dense=dense)
-        timed = Timing(found.index_ms, found.kernel_ms, dense.ms)
+        dense = dense_pass(inputs, impl)
+        found = measure_patterns(inputs, patterns, estimator=config.estimator, impl=impl, dense=dense)
+        timed = BesideDense(found.index_ms, found.kernel_ms, dense.ms)
         if repeats:
-            timed = time_beside_dense(q, k, v, scale, patterns, config.estimator, impl, repeats)
-        runs_dense = all(isinstance(pattern, Dense) for pattern in patterns)
+            timed = time_beside_dense(inputs, patterns, config.estimator, impl, repeats)
+        runs_dense = all(pattern.is_dense for pattern in patterns)
         taken = timed.dense_ms if runs_dense else timed.index_ms + timed.kernel_ms
         rows.append((found.heads, taken, timed.dense_ms))
 

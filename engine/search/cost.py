@@ -14,20 +14,52 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError
-from headscope.engine.patterns.families import Pattern
+from headscope.engine.base.records import Count, Finite, Milliseconds, Record
+from headscope.engine.patterns.families import FAMILIES, Pattern
 from headscope.engine.search.grid import Grid
 from headscope.engine.search.measure import PromptResult
 
 FORMAT = "headscope.cost-model/1"
 TILE_CELLS = 64 * 128
-FAMILIES = ("dense", "a-shape", "vertical-slash", "block-sparse")
+ALWAYS = tuple(kind for kind, family in FAMILIES.items() if family.cost_as == kind)
+"""The families that every model holds. One that a model does not hold takes the times of its own `cost_as`."""
+
 _PARTS = ("layer", "fixed", "keys", "tile")
+
+_Pair = Annotated[Sequence[Milliseconds], Field(min_length=2, max_length=2)]
+
+
+class _Head(Record):
+    layer: Milliseconds
+    fixed: Milliseconds
+    keys: Milliseconds
+    tile: Milliseconds
+
+
+class _Fit(Record):
+    samples: Count = 0
+    left_out: Count = 0
+    median_error: Finite = 0.0
+    p90_error: Finite = 0.0
+    mean_bias: Finite = 0.0
+    mixed_error: Finite = 0.0
+
+
+class _File(Record):
+    format: str
+    layer_ms: Milliseconds
+    heads: dict[str, _Head]
+    dense: _Pair
+    other: _Pair
+    machine: dict[str, Any] = Field(default_factory=dict)
+    fit: _Fit
 
 
 def dense_tiles(tokens: int) -> float:
@@ -68,27 +100,31 @@ class CostModel:
     fit: Fit = Fit()
 
     def __post_init__(self) -> None:
-        for family in FAMILIES:
-            entry = self.heads.get(family)
-            if not isinstance(entry, dict) or set(entry) != set(_PARTS):
+        records.check(_File, {"format": FORMAT} | asdict(self), "", whole="the cost model")
+        for family in ALWAYS:
+            if family not in self.heads:
                 raise ConfigError(f"a cost model needs {', '.join(_PARTS)} for {family}.")
-        numbers = [self.layer_ms, *self.dense, *self.other, *(x for e in self.heads.values() for x in e.values())]
-        if any(isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < 1e12 for x in numbers):
-            raise ConfigError("the coefficients of a cost model must be numbers of at least 0.")
 
     @property
     def unit(self) -> str:
         """What the times of this model are in: `ms` of its machine, or `tiles` of none."""
         return "tiles" if self.machine.get("unit") == "tiles" else "ms"
 
+    def counts_as(self, kind: str) -> str:
+        """The family whose times this model gives to a family: its own, if the model was fitted with it."""
+        while kind not in self.heads:
+            kind = FAMILIES[kind].cost_as
+        return kind
+
     def head_ms(self, pattern: Pattern, tokens: int, tile_cells: Any) -> Any:
         """One head of a sparse layer, its share of the layer's own cost left out; `tile_cells` may be an array."""
-        entry = self.heads[pattern.kind]
+        entry = self.heads[self.counts_as(pattern.kind)]
         return entry["fixed"] + entry["keys"] * tokens / 1024 + entry["tile"] * tile_cells / TILE_CELLS
 
     def base_ms(self, kinds: Iterable[str]) -> float:
         """What a sparse layer with heads of these families takes before its heads."""
-        return self.layer_ms + sum(self.heads[kind]["layer"] for kind in sorted(set(kinds)))
+        families = sorted({self.counts_as(kind) for kind in kinds})
+        return self.layer_ms + sum(self.heads[family]["layer"] for family in families)
 
     def dense_layer_ms(self, tokens: int, heads: int) -> float:
         """A layer whose heads are all dense: it runs in the dense kernel."""
@@ -113,14 +149,17 @@ class CostModel:
     @classmethod
     def from_dict(cls, value: Any, where: str) -> CostModel:
         """The model that `to_dict` wrote."""
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f'{where}: a cost model is a JSON object with "format": "{FORMAT}".')
-        rest = {name: entry for name, entry in value.items() if name != "format"}
+        records.check_format(value, FORMAT, f"{where}: a cost model")
+        records.check(_File, value, f"{where}:", whole=f"{where}: the cost model")
         try:
-            fit = Fit(**rest.pop("fit"))
-            return cls(**{**rest, "dense": tuple(rest["dense"]), "other": tuple(rest["other"]), "fit": fit})
-        except (KeyError, TypeError, AttributeError) as problem:
-            raise ConfigError(f"{where}: the cost model lacks a field or has an unknown one.") from problem
+            return cls(
+                value["layer_ms"],
+                value["heads"],
+                tuple(value["dense"]),
+                tuple(value["other"]),
+                value.get("machine", {}),
+                Fit(**value["fit"]),
+            )
         except ConfigError as problem:
             raise ConfigError(f"{where}: {problem}") from problem
 
@@ -128,7 +167,7 @@ class CostModel:
     def tiles(cls) -> CostModel:
         """A model of no machine: one millisecond a tile, nothing else. It compares configs by computed tiles."""
         entry = {"layer": 0.0, "fixed": 0.0, "keys": 0.0, "tile": 1.0}
-        return cls(0.0, {family: dict(entry) for family in FAMILIES}, (0.0, 1.0), (0.0, 0.0), {"unit": "tiles"})
+        return cls(0.0, {family: dict(entry) for family in ALWAYS}, (0.0, 1.0), (0.0, 0.0), {"unit": "tiles"})
 
 
 @dataclass(frozen=True)
@@ -167,7 +206,8 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
     """The cost model of measured results. Same results, same model, to the last bit."""
     timed = samples(results, grid)
     several = _lengths_differ(results)
-    table = np.array([_features(sample, several) for sample in timed])
+    families = tuple(kind for kind in FAMILIES if kind in {*ALWAYS, *(one.kind for one in grid.candidates)})
+    table = np.array([_features(sample, families, several) for sample in timed])
     ms = np.array([sample.ms for sample in timed])
     # Other programs make single timings slow, never fast: start from the medians of like samples, then keep what
     # lies near its own kind and fit again, with errors relative to what the model says. Mixes are one kind: they are
@@ -195,7 +235,7 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
     )
     heads = {
         family: dict(zip(_PARTS, (float(x) for x in found[1 + 4 * at : 5 + 4 * at]), strict=True))
-        for at, family in enumerate(FAMILIES)
+        for at, family in enumerate(families)
     }
     return CostModel(float(found[0]), heads, _dense_fit(results), _other_fit(results), machine, quality)
 
@@ -205,11 +245,11 @@ def calm_dense_ms(result: PromptResult) -> float:
     return float(np.quantile([layer["dense_ms"] for layer in result.layers], 0.25))
 
 
-def _features(sample: Sample, several: bool) -> list[float]:
-    row = [0.0] * (1 + 4 * len(FAMILIES))
+def _features(sample: Sample, families: Sequence[str], several: bool) -> list[float]:
+    row = [0.0] * (1 + 4 * len(families))
     row[0] = 1.0
     for pattern, cells in zip(sample.patterns, sample.tile_cells, strict=True):
-        at = 1 + 4 * FAMILIES.index(pattern.kind)
+        at = 1 + 4 * families.index(pattern.kind)
         row[at] = 1.0
         row[at + 1] += 1.0
         if several:  # with one length, what grows with it cannot be told from what is fixed

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from headscope.engine.attend.attention import dense_attention
-from headscope.engine.attend.index import build_index
+from headscope.engine.attend.attention import attend_dense
+from headscope.engine.attend.index import index_layer
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base import files
+from headscope.engine.base.progress import Cancel
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.oracle import LossSplit, loss_split
+from headscope.engine.patterns.families import Dense
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import TIE_TIME, Front, Point, simplest_of_fastest
-from headscope.engine.search.measure import Cancel, SearchPrompt, Source
+from headscope.engine.search.measure import SearchPrompt, Source
 from headscope.engine.search.table import Allocation, Table, Target, fronts
 
 
@@ -149,7 +150,7 @@ def _sentence(
         return f"Stays dense: no candidate misses at most {limit:.2%} on every prompt.{best}"
     if target.max_missed is None:
         why = "loses least for its time at the common exchange rate of loss for time"
-    elif chosen.kind == "dense":
+    elif chosen.kind == Dense.kind:
         why = "is as fast here as any sparse candidate within the limit"
     elif chosen.ms > simplest_of_fastest([p for p in front.every if p.loss <= limit]).ms * (1 + TIE_TIME):
         why = f"is the fastest within {limit:.2%} of the families that its layer runs anyway"
@@ -173,12 +174,12 @@ def splits(
     """The four-step loss split of chosen heads on one prompt: is budget, family, sampling or tiling at fault?"""
     found: dict[tuple[int, int], LossSplit] = {}
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        _, lse = dense_attention(q, k, v, scale)
-        index = build_index(q, k, config.patterns(layer), scale=scale, estimator=config.estimator)
+    def visit(layer: int, inputs: LayerInputs) -> None:
+        _, lse = attend_dense(inputs)
+        index = index_layer(inputs, config.patterns(layer), estimator=config.estimator)
         for place in sorted(set(places)):
             if place[0] == layer:
-                found[place] = loss_split(q, k, lse, index, place[1])
+                found[place] = loss_split(inputs, lse, index, place[1])
 
     source.stream(prompt, visit, sorted({layer for layer, _ in places}), cancel)
     return found

@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.base import files
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError, PromptError
+from headscope.engine.base.records import Record
 from headscope.engine.patterns.families import (
     AShape,
     BlockSparse,
     Dense,
-    Fixed,
     Fraction,
     Pattern,
     VerticalSlash,
     from_dict,
 )
-from headscope.kernels.cells.plan import TILE, HeadPlan, max_windows
 
 FORMAT = "headscope.search-grid/1"
 MOST_CANDIDATES = 200
@@ -34,8 +33,10 @@ SAMPLING = Estimator(rows=64, where="half", overlap="removed")
 most 2 % on three prompts of 2,040 tokens; under the published tail of 64 rows 173 have. `Estimator()` itself stays
 the tail, whose choice does not change when a prompt is prefilled in chunks."""
 
-SIMPLICITY = {"dense": 0, "a-shape": 1, "vertical-slash": 2, "block-sparse": 3, "fixed": 4}
-"""What a tie prefers: no index at all, then positions alone, then lists of lines, then lists of blocks."""
+
+class _File(Record):
+    format: str
+    candidates: list[Any]
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Grid:
         for number, pattern in enumerate(self.candidates):
             if not isinstance(pattern, Pattern):
                 raise ConfigError(f"Candidate {number} is a {type(pattern).__name__}, not a pattern.")
-            if isinstance(pattern, Fixed):
-                raise ConfigError(f"Candidate {number} is a Fixed pattern, which fits one prompt only.")
+            if pattern.one_prompt:
+                name = type(pattern).__name__
+                raise ConfigError(f"Candidate {number} is a {name} pattern, which fits one prompt only.")
             if pattern in seen:
                 raise ConfigError(f"Candidates {seen[pattern]} and {number} are the same: {pattern.label}.")
             seen[pattern] = number
-        rest = tuple(pattern for pattern in self.candidates if not isinstance(pattern, Dense))
+        rest = tuple(pattern for pattern in self.candidates if not pattern.is_dense)
         if not rest:
             raise ConfigError("A grid needs at least one candidate that is not dense.")
         if len(rest) > MOST_CANDIDATES:
@@ -87,8 +89,7 @@ class Grid:
     @classmethod
     def from_list(cls, entries: Any, where: str = "grid") -> Grid:
         """The grid of a parsed list; `ConfigError` names the candidate and the field that is wrong."""
-        if not isinstance(entries, list):
-            raise ConfigError(f"{where}: candidates must be a list of patterns, got {type(entries).__name__}.")
+        records.check(list[Any], entries, f"{where}: candidates")
         made = []
         for number, entry in enumerate(entries):
             try:
@@ -104,12 +105,9 @@ class Grid:
     def load(cls, path: str | os.PathLike[str]) -> Grid:
         """Read a grid file."""
         value = files.read_json(path)
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f'{path}: a grid is a JSON object with "format": "{FORMAT}".')
-        unknown = sorted(set(value) - {"format", "candidates"})
-        if unknown:
-            raise ConfigError(f"{path}: a grid has no field {unknown[0][:60]!r}.")
-        return cls.from_list(value.get("candidates"), str(path))
+        records.check_format(value, FORMAT, f"{path}: a grid")
+        records.check(_File, value, f"{path}:", whole=f"{path}: the grid")
+        return cls.from_list(value["candidates"], str(path))
 
 
 def default_grid() -> Grid:
@@ -128,26 +126,13 @@ def default_grid() -> Grid:
 
 
 def simplicity(pattern: Pattern, number: int) -> tuple[int, int]:
-    """What ties are decided by: the family, then the place in the grid."""
-    return SIMPLICITY[pattern.kind], number
-
-
-def covers_all(plan: HeadPlan, length: int) -> bool:
-    """Whether a resolved pattern keeps every cell of a prompt of `length` tokens, so that it is dense in disguise."""
-    if plan.top_blocks:
-        return plan.top_blocks >= -(-length // plan.block_size)
-    if plan.windows:
-        return plan.windows >= max_windows(length, TILE) - 1 or plan.vertical >= length
-    if plan.slash:
-        return plan.slash >= length or plan.vertical >= length
-    if len(plan.columns) >= length:
-        return True
-    return any(low == 0 and high + 1 + len(plan.columns) >= length for low, high in plan.bands)
+    """What ties are decided by: the rank of the family, then the place in the grid."""
+    return pattern.rank, number
 
 
 def check_length(grid: Grid, name: str, tokens: int) -> None:
     """`PromptError` if no candidate leaves anything out of a prompt of this length."""
-    if tokens < 1 or all(covers_all(pattern.plan(tokens), tokens) for pattern in grid.candidates):
+    if tokens < 1 or all(pattern.covers_all(tokens) for pattern in grid.candidates):
         raise PromptError(
             f"The prompt {name} has {tokens} tokens, fewer than the smallest candidate keeps, so there is nothing to "
             "search: use a longer prompt or smaller budgets."

@@ -20,14 +20,18 @@ from typing import Any, Protocol
 
 import torch
 
-from headscope.engine.attend.attention import sparse_attention
+from headscope.engine.attend.attention import attend_sparse
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.attend.index import build_index
-from headscope.engine.base import files
+from headscope.engine.attend.index import index_layer
+from headscope.engine.attend.inputs import LayerInputs, LayerVisitor
+from headscope.engine.base import files, records
 from headscope.engine.base.errors import Cancelled, HeadscopeError, PromptError
 from headscope.engine.base.heap import steady_heap
-from headscope.engine.loss.measure import LayerMeasurement, dense_pass, measure_heads, timed
+from headscope.engine.base.progress import Cancel
+from headscope.engine.base.timing import timed
+from headscope.engine.loss.measure import LayerMeasurement, dense_pass, measure_patterns
 from headscope.engine.patterns.families import Pattern
+from headscope.engine.search import stored
 from headscope.engine.search.grid import Grid, check_length
 
 FORMAT = "headscope.search-result/1"
@@ -60,9 +64,6 @@ TURNS = 2
 LIMITS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Losses that the timed mixes are made for, as an allocation would make them."""
 
-Visit = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-Cancel = Callable[[], bool]
-
 
 class SearchError(HeadscopeError):
     """A search that cannot start, go on, or reach its target."""
@@ -70,12 +71,15 @@ class SearchError(HeadscopeError):
 
 @dataclass(frozen=True)
 class SearchPrompt:
-    """A calibration prompt. `ids` are its token ids, `sha256` that of its text, `kind` such as prose or code."""
+    """A calibration prompt as a run folder keeps it, without its text: `ids` are its token ids, `sha256` that of the
+    text, `kind` such as prose or code, `chat_template` whether it stands in one (None where that is not known).
+    """
 
     name: str
     kind: str
     ids: tuple[int, ...]
     sha256: str
+    chat_template: bool | None = None
 
     @property
     def key(self) -> str:
@@ -84,14 +88,22 @@ class SearchPrompt:
 
     def to_dict(self) -> dict[str, Any]:
         """What provenance keeps; never the text."""
-        return {"name": self.name, "sha256": self.sha256, "tokens": len(self.ids), "kind": self.kind, "key": self.key}
+        known = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "sha256": self.sha256,
+            "tokens": len(self.ids),
+            **known,
+            "key": self.key,
+        }
 
 
 class Source(Protocol):
     """Where Q, K and V come from: a model, or planted heads in a test."""
 
-    def stream(self, prompt: SearchPrompt, visit: Visit, layers: Sequence[int], cancel: Cancel | None) -> None:
-        """Calls `visit` with layer, q [1, Hq, S, D], k, v [1, Hkv, S, D] and scale, for each of `layers` in order."""
+    def stream(self, prompt: SearchPrompt, visit: LayerVisitor, layers: Sequence[int], cancel: Cancel | None) -> None:
+        """Calls `visit` for each of `layers` in order."""
 
     def prefill_ms(self, prompt: SearchPrompt) -> float:
         """Wall time of a whole dense prefill; 0 where there is nothing but attention."""
@@ -109,7 +121,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """Progress: `done` of `total` units (a unit is one candidate on one layer of one prompt), seconds left."""
+    """Where a search is: `done` of `total` units (a unit is one candidate on one layer of one prompt), seconds left."""
 
     done: int
     total: int
@@ -117,13 +129,13 @@ class Step:
     words: str
 
 
-Progress = Callable[[Step], None]
+SearchProgress = Callable[[Step], None]
 
 
 class _Clock:
     """Counts units and estimates what is left from the units of this process alone."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: SearchProgress | None) -> None:
         self.total, self.done, self._measured = total, 0, 0
         self._began = time.monotonic()
         self._progress = progress
@@ -163,13 +175,12 @@ def read_prompt(folder: Path, key: str) -> SearchPrompt | None:
     if not path.exists():
         return None
     value = files.read_json(path, SearchError)
-    try:
-        about = value["prompt"]
-        prompt = SearchPrompt(about["name"], about["kind"], tuple(int(x) for x in value["ids"]), about["sha256"])
-        found = prompt.key
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as problem:
-        raise SearchError(f"{path} is no prompt of a search; delete it and run the search again.") from problem
-    if found != key:
+    records.check(stored.PromptFile, value, f"{path} is no prompt of a search:", SearchError)
+    about = value["prompt"]
+    prompt = SearchPrompt(
+        about["name"], about["kind"], tuple(value["ids"]), about["sha256"], about.get("chat_template")
+    )
+    if prompt.key != key:
         raise SearchError(f"{path} holds other tokens than its name says; delete it and run the search again.")
     return prompt
 
@@ -180,7 +191,7 @@ def measure_prompts(
     settings: Settings,
     folder: Path,
     *,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
 ) -> None:
     """Measures what the run folder does not hold yet. Raises Cancelled within a layer; what is done is kept."""
@@ -208,14 +219,16 @@ def _measure_prompt(
     if left:
         _check(cancel)
 
-        def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-            found = measure_layer(q, k, v, scale, layer, prompt, settings, clock.tick, cancel)
+        def visit(layer: int, inputs: LayerInputs) -> None:
+            found = measure_layer(inputs, layer, prompt, settings, clock.tick, cancel)
             files.write_atomic(parts / _part(layer), files.one_line(found) + "\n", SearchError)
 
         source.stream(prompt, visit, left, cancel)
     _check(cancel)
     # Read back, so that a resumed prompt and an uninterrupted one come from the same bytes.
     layers = [files.read_json(parts / _part(layer), SearchError) for layer in settings.layers]
+    for layer, value in zip(settings.layers, layers, strict=True):
+        stored.check_layer(value, layer, len(settings.grid), str(parts / _part(layer)), SearchError)
     head = {
         "format": FORMAT,
         "prompt": prompt.to_dict(),
@@ -230,10 +243,7 @@ def _measure_prompt(
 
 
 def measure_layer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    inputs: LayerInputs,
     layer: int,
     prompt: SearchPrompt,
     settings: Settings,
@@ -244,17 +254,17 @@ def measure_layer(
 
     Every timing has the `dense_ms` of the dense passes beside it, since a machine is not equally fast all the time.
     """
-    heads = q.shape[1]
+    heads = inputs.query_heads
     words = f"{prompt.name}, layer {layer}"
-    dense_pass(q, k, v, scale, impl=settings.impl)  # pays for warming up
-    dense = dense_pass(q, k, v, scale, impl=settings.impl)
+    dense_pass(inputs, settings.impl)  # pays for warming up
+    dense = dense_pass(inputs, settings.impl)
     passes, rows = [dense.ms], []
     for pattern in settings.grid.candidates:
         _check(cancel)
-        found = measure_heads(
-            q, k, v, [pattern] * heads, scale=scale, estimator=settings.estimator, impl=settings.impl, dense=dense
+        found = measure_patterns(
+            inputs, [pattern] * heads, estimator=settings.estimator, impl=settings.impl, dense=dense
         )
-        passes.append(dense_pass(q, k, v, scale, impl=settings.impl).ms)
+        passes.append(dense_pass(inputs, settings.impl).ms)
         beside = (passes[-2] + passes[-1]) / 2
         rows.append({"index_ms": found.index_ms, "kernel_ms": found.kernel_ms, "dense_ms": beside} | _stats(found))
         tick(words)
@@ -262,7 +272,7 @@ def measure_layer(
     for picked in _mixes(settings.grid, rows, heads, f"{prompt.key} {layer}"):
         _check(cancel)
         patterns = [settings.grid.candidates[number] for number in picked]
-        taken = time_beside_dense(q, k, v, scale, patterns, settings.estimator, settings.impl, TURNS)
+        taken = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, TURNS)
         passes.append(taken.dense_ms)
         mixed.append({"picked": picked} | asdict(taken))
         tick(words)
@@ -277,7 +287,7 @@ def measure_layer(
 
 
 @dataclass(frozen=True)
-class Timing:
+class BesideDense:
     """A layer timed in turn with dense passes over the same q, k, v: the best of each, in ms."""
 
     index_ms: float
@@ -286,26 +296,21 @@ class Timing:
 
 
 def time_beside_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    inputs: LayerInputs,
     patterns: Sequence[Pattern],
     estimator: Estimator,
     impl: str = "auto",
     turns: int = TURNS,
-) -> Timing:
+) -> BesideDense:
     """One layer under `patterns`, `turns` times, a dense pass before and after each."""
-    dense = [dense_pass(q, k, v, scale, impl=impl).ms]
+    dense = [dense_pass(inputs, impl).ms]
     sparse = []
     for _ in range(turns):
-        index, index_ms = timed(
-            lambda: build_index(q, k, patterns, scale=scale, estimator=estimator, impl=impl), q.device
-        )
-        _, kernel_ms = timed(lambda index=index: sparse_attention(q, k, v, index, impl), q.device)  # type: ignore[misc]
+        index, index_ms = timed(lambda: index_layer(inputs, patterns, estimator=estimator, impl=impl), inputs.device)
+        _, kernel_ms = timed(lambda index=index: attend_sparse(inputs, index, impl), inputs.device)  # type: ignore[misc]
         sparse.append((index_ms, kernel_ms))
-        dense.append(dense_pass(q, k, v, scale, impl=impl).ms)
-    return Timing(*min(sparse, key=sum), min(dense))
+        dense.append(dense_pass(inputs, impl).ms)
+    return BesideDense(*min(sparse, key=sum), min(dense))
 
 
 def _mixes(grid: Grid, rows: Sequence[dict[str, Any]], heads: int, seed: str) -> list[list[int]]:
@@ -384,14 +389,27 @@ def read_result(path: str | os.PathLike[str], settings: Settings) -> PromptResul
     value = files.read_json(path, SearchError)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise SearchError(f"{path} is no search result; delete it and run the search again.")
+    records.check(stored.Result, value, f"{path} is damaged:", SearchError)
     if value.get("candidates") != files.plain(settings.grid.to_list()) or (
         value.get("estimator") != settings.estimator.to_dict()
     ):
         raise SearchError(f"{path} was measured with other candidates or another estimator; choose a new run folder.")
-    layers = value.get("layers")
-    if not isinstance(layers, list) or [entry.get("layer") for entry in layers] != list(settings.layers):
+    layers = value["layers"]
+    if [entry.get("layer") if isinstance(entry, dict) else None for entry in layers] != list(settings.layers):
         raise SearchError(f"{path} holds other layers than were asked for; choose a new run folder.")
+    heads = {
+        stored.check_layer(entry, layer, len(settings.grid), str(path), SearchError)
+        for entry, layer in zip(layers, settings.layers, strict=True)
+    }
+    if len(heads) > 1:
+        raise SearchError(f"{path} is damaged: its layers have different numbers of heads; run the search again.")
     return PromptResult(value["prompt"], float(value["prefill_ms"]), tuple(layers))
+
+
+def check_alike(results: Sequence[PromptResult], folder: Path) -> None:
+    """SearchError unless all results have the same number of heads, so that they make one table."""
+    if len({len(result.layers[0]["rows"][0]["mean"]) for result in results if result.layers}) > 1:
+        raise SearchError(f"{folder} holds results of different models; delete those of the other one.")
 
 
 def read_results(folder: Path, prompts: Iterable[SearchPrompt], settings: Settings) -> tuple[PromptResult, ...]:
@@ -402,4 +420,5 @@ def read_results(folder: Path, prompts: Iterable[SearchPrompt], settings: Settin
         if not path.exists():
             raise PromptError(f"The prompt {prompt.name} has no result in {folder}: run the search again.")
         found.append(read_result(path, settings))
+    check_alike(found, folder)
     return tuple(found)

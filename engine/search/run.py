@@ -10,29 +10,31 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.base import files
-from headscope.engine.base.errors import PromptError
+from headscope.engine.base import files, records
+from headscope.engine.base.errors import ConfigError, PromptError
 from headscope.engine.base.machine import hardware, versions
+from headscope.engine.base.progress import Cancel
+from headscope.engine.config.evidence import Evidence, prompt_set, provenance, read_provenance
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.patterns.families import Dense
 from headscope.engine.search import cost as search_cost
+from headscope.engine.search import stored
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import SAMPLING, Grid, default_grid
 from headscope.engine.search.measure import (
-    Cancel,
-    Progress,
     PromptResult,
     SearchError,
+    SearchProgress,
     SearchPrompt,
     Settings,
     Source,
+    check_alike,
     measure_prompts,
     read_result,
     read_results,
@@ -72,7 +74,7 @@ def search_config(
     layers: Iterable[int] | None = None,
     cost: CostModel | None = None,
     impl: str = "auto",
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
     parent: str | None = None,
 ) -> SearchResult:
@@ -101,7 +103,7 @@ def measure(
     folder: Path,
     *,
     facts: dict[str, Any],
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
 ) -> tuple[PromptResult, ...]:
     """Measures what is missing, shared out over the processes of `torchrun`; returns all results, sorted by hash."""
@@ -167,17 +169,22 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[tuple[PromptResult, ...], 
     """All results of a run folder, its settings and the model's facts. SearchError if it is none or has no results."""
     home = Path(folder)
     found = files.read_json(home / "search.json", SearchError)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("facts"), dict):
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise SearchError(f"{home} is no run folder of a search: its search.json says otherwise.")
+    damaged = f"{home / 'search.json'} is damaged"
+    records.check(stored.Manifest, found, f"{damaged}:", SearchError)
+    records.check(stored.Facts, found["facts"], f"{damaged}: facts", SearchError)
     try:
         grid = Grid.from_list(found["candidates"], str(home))
         settings = Settings(tuple(found["layers"]), grid, Estimator.from_dict(found["estimator"]))
-    except (KeyError, TypeError, ValueError) as problem:
-        raise SearchError(f"{home / 'search.json'} is damaged: {problem}.") from problem
+    except (ConfigError, ValueError) as problem:
+        raise SearchError(f"{damaged}: {problem}") from problem
     paths = sorted((home / "results").glob("*.json"))
     if not paths:
         raise SearchError(f"{home} holds no finished prompt yet: run the search to its end first.")
-    return tuple(read_result(path, settings) for path in paths), settings, found["facts"]
+    results = tuple(read_result(path, settings) for path in paths)
+    check_alike(results, home)
+    return results, settings, found["facts"]
 
 
 def _check_manifest(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
@@ -234,6 +241,7 @@ def to_config(
     """The head config of an allocation; layers that were not searched stay dense."""
     place = {layer: at for at, layer in enumerate(table.layers)}
     ms = table.head_ms(cost)
+    measured_on = prompt_set(table.prompts)
     rows = []
     for layer in range(int(facts["layers"])):
         if layer not in place:
@@ -242,47 +250,53 @@ def to_config(
         at = place[layer]
         rows.append(
             tuple(
-                HeadEntry(allocation.pattern(table.grid, at, head), evidence(allocation, table, ms, at, head))
+                HeadEntry(
+                    allocation.pattern(table.grid, at, head), evidence(allocation, table, ms, at, head, measured_on)
+                )
                 for head in range(table.heads)
             )
         )
-    provenance = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "made_by": "search",
-        "versions": versions(),
-        "hardware": machine or str(cost.machine.get("hardware", "")),
-        "seed": 0,
-        "prompts": [{**prompt} for prompt in table.prompts],
-        "lengths": sorted(set(table.tokens)),
-        "candidates": settings.grid.to_list(),
-        "metric": f"missed mass {target.metric}, worst prompt, isolated",
-        "target": target.to_dict(),
-        "parent": parent,
-        "cost_model": {"machine": cost.machine, "sha256": _digest(cost.to_dict())},
-    }
-    return HeadConfig(facts, files.plain(provenance), TILES_VERSION, settings.estimator, tuple(rows))
+    record = provenance(
+        "search",
+        hardware=machine or str(cost.machine.get("hardware", "")),
+        prompts=table.prompts,
+        metric=f"missed mass {target.metric}, worst prompt, isolated",
+        parent=parent,
+        seed=0,
+        candidates=settings.grid.to_list(),
+        target=target.to_dict(),
+        cost_model={"machine": cost.machine, "sha256": _digest(cost.to_dict())},
+    )
+    return HeadConfig(facts, files.plain(record), TILES_VERSION, settings.estimator, tuple(rows))
 
 
-def evidence(allocation: Allocation, table: Table, ms: Any, at: int, head: int) -> dict[str, Any]:
-    """What justified a head's pattern: stored losses as measured, of the prompt that loses most, and the time."""
+def evidence(allocation: Allocation, table: Table, ms: Any, at: int, head: int, measured_on: str) -> dict[str, Any]:
+    """What justified a head's pattern: stored losses as measured, of the prompt that loses most, and the time.
+
+    `measured_on` is the hash of all the prompts together.
+    """
     number = int(allocation.picked[at, head])
     worst = int(table.stats["mean"][:, at, head, number].argmax())
     prompt = table.prompts[worst]
+    tokens = int(prompt["tokens"])
 
     def stat(name: str) -> float:
         return float(table.stats[name][worst, at, head, number])
 
-    return {
-        "missed_mass_mean": stat("mean"),
-        "missed_mass_worst": float(table.stats["worst"][:, at, head, number].max()),
-        "missed_mass_p99": stat("p99"),
-        "output_error": stat("output_error"),
-        "computed_pairs": int(stat("computed_pairs")),
-        "time_share_ms": round(float(ms[at, head, number]), 6),
-        "tokens": int(prompt["tokens"]),
-        "worst_prompt": prompt["sha256"],
-        "loss": "isolated",
-    }
+    return Evidence(
+        missed_mass_mean=stat("mean"),
+        missed_mass_worst=float(table.stats["worst"][:, at, head, number].max()),
+        missed_mass_p99=stat("p99"),
+        missed_mass_thirds=(stat("start"), stat("middle"), stat("end")),
+        output_error=stat("output_error"),
+        computed_density=stat("computed_pairs") / (tokens * (tokens + 1) / 2),
+        computed_pairs=int(stat("computed_pairs")),
+        time_share_ms=round(float(ms[at, head, number]), 6),
+        tokens=tokens,
+        loss="isolated",
+        prompt=str(prompt["sha256"]),
+        prompt_set=measured_on,
+    ).to_dict()
 
 
 def summary(allocation: Allocation, table: Table, cost: CostModel, target: Target) -> dict[str, Any]:
@@ -330,7 +344,7 @@ def _digest(value: Any) -> str:
 
 def with_target(result: SearchResult, target: Target, settings: Settings, facts: dict[str, Any]) -> SearchResult:
     """The same measurements under another target: what a slider does."""
-    allocation, before = allocate(result.table, result.cost, target), result.config.provenance
+    allocation, before = allocate(result.table, result.cost, target), read_provenance(result.config.provenance)
     config = to_config(
         allocation, result.table, result.cost, target, settings, facts, before["hardware"], before["parent"]
     )

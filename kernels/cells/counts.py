@@ -13,6 +13,9 @@ import torch
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.layout import PAD, Layout
 
+_CELLS = 2**22
+"""Rows of listed blocks that are counted at a time."""
+
 
 @dataclass(frozen=True)
 class Areas:
@@ -48,16 +51,16 @@ def causal_pairs(layout: Layout) -> torch.Tensor:
 def areas(layout: Layout) -> Areas:
     """The four areas of every head."""
     table = membership.tables(layout)
-    found = []
+    per_sequence = []
     for span in _spans(layout):
         if span is None:
-            found.append((_none(layout),) * 4)
+            per_sequence.append((_none(layout),) * 4)
             continue
         block, column = _kept(layout, table, span)
         tiles = (_tiles(layout, span, layout.windows[span.heads].long()), _bands(layout, span), _blocks(layout, span))
         area, padding = (torch.stack(part).sum(0) for part in zip(*tiles, strict=True))
-        found.append((block, column, area - block - padding, padding))
-    return Areas(*(torch.stack(part) for part in zip(*found, strict=True)))
+        per_sequence.append((block, column, area - block - padding, padding))
+    return Areas(*(torch.stack(part) for part in zip(*per_sequence, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,11 @@ def _bands(layout: Layout, span: _Span) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _columns(layout: Layout, table: membership.Tables, span: _Span) -> torch.Tensor:
     """Cells of columns that no window, band or listed block covers, per head."""
+    return _column_cells(layout, table, span).sum(1) - _columns_in_blocks(layout, table, span)
+
+
+def _column_cells(layout: Layout, table: membership.Tables, span: _Span) -> torch.Tensor:
+    """[h, C]: of the span's rows, those that read each column through no window or band."""
     columns = layout.columns[span.heads].long()
     real = columns < span.length
     at = columns.clamp(max=span.length - 1)
@@ -154,7 +162,7 @@ def _columns(layout: Layout, table: membership.Tables, span: _Span) -> torch.Ten
     band = torch.nn.functional.pad(table.band[span.heads].long().cumsum(1), (1, 0))
     covered = band.gather(1, span.length - at) - band.gather(1, first - at)
     covered += _window_cover(layout, table, span, at, first)
-    return torch.where(real, cells - covered, 0).sum(1) - _columns_in_blocks(layout, table, span)
+    return torch.where(real, cells - covered, 0)
 
 
 def _window_cover(
@@ -216,35 +224,42 @@ def _block_cells(layout: Layout, table: membership.Tables, span: _Span) -> torch
         # Row i of a diagonal block keeps i - top + 1 keys.
         triangle = (low - tops + 1 + high - tops) * rows // 2
         kept[local] = torch.where(real, torch.where(diagonal, triangle, rows * columns), 0).sum()
-        kept[local] -= len(_overlap(layout, table, head, span, with_columns=False))
+        kept[local] -= _lines_in_blocks(layout, table, head, span)
     return kept
 
 
 def _columns_in_blocks(layout: Layout, table: membership.Tables, span: _Span) -> torch.Tensor:
-    counts = [len(_overlap(layout, table, head, span, True)) for head in range(span.heads.start, span.heads.stop)]
-    return torch.tensor(counts, device=layout.device)
+    """Cells of columns in listed blocks that no window or band holds, per head; a block row at a time."""
+    cells = _none(layout)
+    for local, head in enumerate(range(span.heads.start, span.heads.stop)):
+        slot, size = layout.block_slot[head], layout.block_size[head]
+        if slot < 0 or not int(layout.column_count[head]):
+            continue
+        for row in layout.block_count[slot].nonzero()[:, 0].tolist():
+            part = _Span(slice(head, head + 1), max(span.first, row * size), min(span.length, (row + 1) * size))
+            if part.first < part.length:
+                listed = membership.block_rows(layout, head, row, row + 1)[0]
+                block = (layout.columns[head].long() // size).clamp(max=len(listed) - 1)
+                cells[local] += (_column_cells(layout, table, part)[0] * listed[block]).sum()
+    return cells
 
 
-def _overlap(layout: Layout, table: membership.Tables, head: int, span: _Span, with_columns: bool) -> torch.Tensor:
-    """Cells of listed blocks that other parts of the head hold too. Only `Fixed` heads mix blocks with others.
-
-    With `with_columns`, the cells of columns that lie in blocks but in no band or window; else those in bands
-    or windows. Such lists are written by hand, so their cells may be enumerated.
-    """
-    none = torch.zeros(0, device=layout.device)
-    if layout.block_slot[head] < 0:
-        return none
-    others = layout.column_count[head] if with_columns else layout.band_count[head] + layout.window_count[head]
-    if not int(others):
-        return none
+def _lines_in_blocks(layout: Layout, table: membership.Tables, head: int, span: _Span) -> int:
+    """Cells of listed blocks that bands or windows of the head hold too: per row, a difference of prefix sums."""
+    if not int(layout.band_count[head] + layout.window_count[head]):
+        return 0
     size, slot = layout.block_size[head], layout.block_slot[head]
-    row, entry = (layout.blocks[slot] < PAD).nonzero(as_tuple=True)
-    key = layout.blocks[slot, row, entry].long()
-    step = torch.arange(size, device=layout.device)
-    i = (row[:, None, None] * size + step[:, None]).expand(-1, -1, size).flatten()
-    j = (key[:, None, None] * size + step[None, :]).expand(-1, size, -1).flatten()
-    real = (i >= span.first) & (i < span.length) & (j <= i)
-    i, j = i[real], j[real]
-    covered = table.band[head, i - j]
-    covered |= table.window[head, i // layout.rows * layout.rows - j + layout.rows - 1]
-    return i[table.column[head, j] & ~covered] if with_columns else i[covered]
+    band = torch.nn.functional.pad(table.band[head].long().cumsum(0), (1, 0))
+    window = torch.nn.functional.pad(table.window[head].long().cumsum(0), (1, 0))
+    step, total = torch.arange(size, device=layout.device), 0
+    entries = (layout.blocks[slot] < PAD).nonzero()
+    for part in entries.split(max(1, _CELLS // size)):
+        rows = part[:, :1] * size + step
+        begin = (layout.blocks[slot][tuple(part.T)].long() * size)[:, None].expand_as(rows)
+        some = (rows >= span.first) & (rows < span.length) & (begin <= rows)
+        rows, begin = rows[some], begin[some]
+        end = torch.minimum(begin + size, rows + 1)
+        total += int((band[rows - begin + 1] - band[rows - end + 1]).sum())
+        top = rows // layout.rows * layout.rows + layout.rows
+        total += int((window[top - begin] - window[top - end]).sum())
+    return total

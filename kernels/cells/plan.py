@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 TILE = 128
 """Window width of the expansion rule `tiles/1`."""
@@ -33,6 +34,16 @@ class HeadPlan:
     @property
     def online_slash(self) -> bool:
         return self.slash > 0 or self.windows > 0
+
+
+@lru_cache(maxsize=64)
+def fixed_lists(blocks: tuple[tuple[int, int], ...], rows: int) -> tuple[tuple[int, int, int], ...]:
+    """Fixed blocks of the first `rows` block rows as (block row, place in that row's ascending list, key block)."""
+    placed: list[tuple[int, int, int]] = []
+    for row, key in sorted({pair for pair in blocks if pair[0] < rows}):
+        place = placed[-1][1] + 1 if placed and placed[-1][0] == row else 0
+        placed.append((row, place, key))
+    return tuple(placed)
 
 
 def tile_rows(tile: int) -> int:

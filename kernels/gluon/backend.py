@@ -10,6 +10,7 @@ from headscope.kernels.gluon import attention as gluon_attention
 from headscope.kernels.gluon import mass as gluon_mass
 from headscope.kernels.triton import index as triton_index
 from headscope.kernels.triton import mass as triton_mass
+from headscope.kernels.triton import profiles as triton_profiles
 
 
 def pooled(
@@ -23,8 +24,8 @@ def pooled(
     shape: tuple[int, int],
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """As `torch_mass.pooled`. Maps over a layout, and pools smaller than a tile, are summed by the Triton kernel."""
-    if layout is not None or gluon_mass.serves_pooled(rows, cols, shape):
+    """As `torch.mass.pooled`. Maps over a layout, and pools smaller than a tile, are summed by the Triton kernel."""
+    if layout is not None or gluon_mass.pooled_refusal(rows, cols, shape):
         return triton_mass.pooled(q, k, lse, scale, starts, rows, cols, shape, layout)
     return gluon_mass.pooled(q, k, lse, scale, starts, rows, cols, shape)
 
@@ -36,7 +37,7 @@ BACKEND = Backend(
     build=triton_index.build,
     pooled=pooled,
     coverage=triton_mass.coverage,
-    sums=triton_mass.sums,
-    serves=gluon_attention.serves,
-    serves_layout=gluon_attention.serves_layout,
+    sums=triton_profiles.sums,
+    refusal=gluon_attention.refusal,
+    layout_refusal=gluon_attention.layout_refusal,
 )

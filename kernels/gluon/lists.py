@@ -1,9 +1,11 @@
-"""Walking the lists of a sparse layout, 128 keys a step, and which cells of a step count: parts of `gluon_sparse`."""
+"""Walking the lists of a sparse layout, 128 keys a step, and which cells of a step count: parts of `sparse.py`."""
 
 # mypy: ignore-errors
 # Gluon kernels are compiled by Triton: their annotations are compile-time markers, not Python types.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,14 +19,56 @@ FAR = gl.constexpr(2**30)
 BLOCK_RUN, BAND_RUN, WINDOW_RUN, COLUMN_RUN, SINK_RUN = (gl.constexpr(kind) for kind in range(5))
 
 
-@gluon.jit
-def list_run(run, later, r0, lists, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
-    """The run-th of a head's `lists`: blocks, each band, windows, columns. Lists that need care go in a later pass.
+class Columns(NamedTuple):
+    """The columns of an item's head and the keep bits of one row block (`cover.keep_bits`): `words` of each."""
 
-    Returns the kind, the number of steps in this pass and what `first_key` needs; cells of a step that is no column
-    step belong when lo <= i - j <= hi and 0 <= j < stop. `r0` is the own position that window offsets count from. Where
-    the columns are the first `sink` keys and no list but a band from the diagonal on is beside them, they are a run
-    of keys beyond that band.
+    columns_ptr: Any
+    cap: Any
+    some_ptr: Any
+    whole_ptr: Any
+    words: Any
+
+
+class Lists(NamedTuple):
+    """The lists of an item's head: where bands, windows and blocks lie, and how many steps or entries each has.
+    `uneven` and `blocked` say whether columns differ within the rows, and whether blocks are beside other lists."""
+
+    bands_ptr: Any
+    bands: Any
+    windows_ptr: Any
+    windows: Any
+    columns: Any
+    sink: Any
+    uneven: Any
+    blocks_ptr: Any
+    tile_blocks: Any
+    blocked: Any
+    size: Any
+
+
+class Run(NamedTuple):
+    """One list being walked: its kind, its steps in this pass, what `first_key` needs, and which cells of a step that
+    is no column step belong: lo <= i - j <= hi and 0 <= j < stop."""
+
+    kind: Any
+    steps: Any
+    origin: Any
+    lo: Any
+    hi: Any
+    stop: Any
+    list_ptr: Any
+    factor: Any
+    pieces: Any
+    pitch: Any
+
+
+@gluon.jit
+def list_run(number, later, r0, lists, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr):
+    """The `Run` of a head's list of that number: blocks, each band, windows, columns. Lists that need care go in a
+    later pass.
+
+    `r0` is the own position that window offsets count from. Where the columns are the first `sink` keys and no list but
+    a band from the diagonal on is beside them, they are a run of keys beyond that band.
     """
     bands_ptr, bands, windows_ptr, windows, columns, sink, uneven, blocks_ptr, tile_blocks, blocked, size = lists
     kind = BLOCK_RUN
@@ -38,20 +82,20 @@ def list_run(run, later, r0, lists, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr)
     pieces = gl.maximum(size // WIDTH, 1)
     pitch = WIDTH
     careful = False
-    if run > 0:
+    if number > 0:
         factor = 0
         pieces = FAR
-        if run <= bands:
+        if number <= bands:
             kind = BAND_RUN
-            lo = gl.load(bands_ptr + 2 * run - 2)
-            hi = gl.load(bands_ptr + 2 * run - 1)
-            p0 = r0 // ROWS * ROWS
-            last = p0 + ROWS - 1 - lo
-            steps = gl.where(last < 0, 0, gl.maximum(last - gl.maximum(p0 - hi, 0) + WIDTH, 0) // WIDTH)
+            lo = gl.load(bands_ptr + 2 * number - 2)
+            hi = gl.load(bands_ptr + 2 * number - 1)
+            item_row = r0 // ROWS * ROWS
+            last = item_row + ROWS - 1 - lo
+            steps = gl.where(last < 0, 0, gl.maximum(last - gl.maximum(item_row - hi, 0) + WIDTH, 0) // WIDTH)
             origin = last + 1 - WIDTH
             pitch = -WIDTH
             careful = blocked
-        elif run == bands + 1:
+        elif number == bands + 1:
             kind = WINDOW_RUN
             steps = windows * (WINDOW // WIDTH)
             origin = r0
@@ -71,20 +115,20 @@ def list_run(run, later, r0, lists, WIDTH: gl.constexpr, OVERLAPS: gl.constexpr)
             careful = blocked | uneven
     if OVERLAPS:
         steps = gl.where(careful == later, steps, 0)
-    return kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch
+    return Run(kind, steps, origin, lo, hi, stop, list_ptr, factor, pieces, pitch)
 
 
 @gluon.jit
-def needs_care(bands, windows, uneven, blocked):
+def needs_care(lists):
     """Whether some list of this item goes in the second pass; most items have none."""
-    return blocked | uneven | ((bands > 0) & (windows > 0))
+    return lists.blocked | lists.uneven | ((lists.bands > 0) & (lists.windows > 0))
 
 
 @gluon.jit
-def first_key(kind, origin, list_ptr, factor, entry, piece, pitch):
+def first_key(run, entry, piece):
     """Own position of a step's first key (its place in the compacted columns, for a column step)."""
-    listed = gl.load(list_ptr + entry, mask=(kind == BLOCK_RUN) | (kind == WINDOW_RUN), other=0)
-    return origin + factor * listed + piece * pitch
+    listed = gl.load(run.list_ptr + entry, mask=(run.kind == BLOCK_RUN) | (run.kind == WINDOW_RUN), other=0)
+    return run.origin + run.factor * listed + piece * run.pitch
 
 
 @gluon.jit
@@ -97,48 +141,48 @@ def next_piece(entry, piece, pieces):
 
 
 @gluon.jit
-def keep_distances(s, rows, key, cols, lo, hi, stop):
-    """Scores of the cells of keys key + cols with lo <= i - j <= hi and 0 <= j < stop; -inf elsewhere.
+def keep_distances(scores, rows, key, cols, run):
+    """Scores of the cells of keys key + cols that belong to a `Run`; -inf elsewhere.
 
     One unsigned comparison a cell: i - j - lo < min(hi, i) - lo + 1, where a negative left side is large.
     """
-    count = gl.maximum(gl.minimum(hi, rows) - lo + 1, 0).to(gl.uint32)
-    near = (rows - key - lo)[:, None] - cols[None, :]
-    return gl.where((near.to(gl.uint32) < count[:, None]) & (cols < stop - key)[None, :], s, float("-inf"))
+    count = gl.maximum(gl.minimum(run.hi, rows) - run.lo + 1, 0).to(gl.uint32)
+    near = (rows - key - run.lo)[:, None] - cols[None, :]
+    return gl.where((near.to(gl.uint32) < count[:, None]) & (cols < run.stop - key)[None, :], scores, float("-inf"))
 
 
 @gluon.jit
-def keep_columns(s, rows, cols, some_ptr, whole_ptr, words, columns_ptr, column_cap, step, bands_ptr, bands,
-                   blocks_ptr, listed, size, PAIR: gl.constexpr):
+def keep_columns(scores, rows, cols, kept, step, lists, listed, PAIR: gl.constexpr):
     """Scores of the column cells that are causal and that no window, band or listed block counts already."""
-    w0, w1, w2, w3 = keep_words(some_ptr, step * 2 * PAIR, words, True, PAIR)
-    a0, a1, a2, a3 = keep_words(whole_ptr, step * 2 * PAIR, words, True, PAIR)
-    s = gl.where(keep_mask(w0, w1, w2, w3, cols, PAIR)[None, :], s, float("-inf"))
+    w0, w1, w2, w3 = keep_words(kept.some_ptr, step * 2 * PAIR, kept.words, True, PAIR)
+    a0, a1, a2, a3 = keep_words(kept.whole_ptr, step * 2 * PAIR, kept.words, True, PAIR)
+    scores = gl.where(keep_mask(w0, w1, w2, w3, cols, PAIR)[None, :], scores, float("-inf"))
     if (((a0 ^ w0) | (a1 ^ w1) | (a2 ^ w2) | (a3 ^ w3)) != 0) | (listed > 0):
         place = step * 64 * PAIR + cols
-        column = gl.load(columns_ptr + place, mask=place < column_cap, other=0)
-        s = gl.where(rows[:, None] >= column[None, :], s, float("-inf"))
-        s = without_bands(s, rows, column, bands_ptr, bands)
-        s = without_blocks(s, column, blocks_ptr, listed, size)
-    return s
+        column = gl.load(kept.columns_ptr + place, mask=place < kept.cap, other=0)
+        scores = gl.where(rows[:, None] >= column[None, :], scores, float("-inf"))
+        scores = without_bands(scores, rows, column, lists)
+        scores = without_blocks(scores, column, lists, listed)
+    return scores
 
 
 @gluon.jit
-def without_bands(s, rows, keys, bands_ptr, bands):
+def without_bands(scores, rows, keys, lists):
     """Scores with the cells of the head's bands masked out: those were counted before."""
-    for b in range(bands):
+    for b in range(lists.bands):
         far = rows[:, None] - keys[None, :]
-        s = gl.where((far >= gl.load(bands_ptr + 2 * b)) & (far <= gl.load(bands_ptr + 2 * b + 1)), float("-inf"), s)
-    return s
+        within = (far >= gl.load(lists.bands_ptr + 2 * b)) & (far <= gl.load(lists.bands_ptr + 2 * b + 1))
+        scores = gl.where(within, float("-inf"), scores)
+    return scores
 
 
 @gluon.jit
-def without_blocks(s, keys, blocks_ptr, listed, size):
+def without_blocks(scores, keys, lists, listed):
     """Scores with the keys of the row block's listed blocks masked out: those were counted before."""
     for e in range(listed):
-        begin = gl.load(blocks_ptr + e) * size
-        s = gl.where(((keys >= begin) & (keys < begin + size))[None, :], float("-inf"), s)
-    return s
+        begin = gl.load(lists.blocks_ptr + e) * lists.size
+        scores = gl.where(((keys >= begin) & (keys < begin + lists.size))[None, :], float("-inf"), scores)
+    return scores
 
 
 @gluon.jit

@@ -1,18 +1,20 @@
 """Pooled maps of attention probability for Hopper (sm_90a), in Gluon: exact sums over a grid, in a fixed order.
 
-`exp(score - lse)` needs one product per tile and no second pass. A program holds 64 * GROUPS query rows and walks
+`exp(score - lse)` needs one MMA per tile and no second pass. A program holds 64 * GROUPS query rows and walks
 over the keys, so that each row block meets the pools of keys one after another: the sum of a pool is complete when
 its last key has passed. A pool of rows is made of several row blocks. A row block that lies in two such pools writes
 two partial sums per warp, any other one; `_reduce_kernel` adds them in order of rows. No atomics: the same bits every
 time.
 
-Pools must be at least as large as a tile (64 rows by 128 keys); smaller ones are Triton's, see `serves_pooled`.
+Pools must be at least as large as a tile (64 rows by 128 keys); smaller ones are Triton's, see `pooled_refusal`.
 """
 
 # mypy: ignore-errors
 # Gluon kernels are compiled by Triton: their annotations are compile-time markers, not Python types.
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,17 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headscope.kernels.cells.inputs import check_pools
 from headscope.kernels.gluon.attention import check_inputs, descriptor, rows3d
 from headscope.kernels.gluon.compat import tma_load
 from headscope.kernels.gluon.queue import next_stage
-from headscope.kernels.triton.common import LOG2E, device_ints
+from headscope.kernels.triton.common import LOG2E, base2, check_lse, device_ints
 
 # fmt: off
 # Kernels take dozens of arguments: one a line would hide the few lines that compute.
 
 KEYS = 128
 _KEYS = gl.constexpr(KEYS)
-_LOG2E = gl.constexpr(LOG2E)
 
 GROUPS = {64: 4, 128: 4, 256: 2}
 STAGES = {64: 4, 128: 3, 256: 2}
@@ -46,36 +48,61 @@ _SCRATCH = 2**26
 """Partial sums held at a time: 256 MiB."""
 
 
+class Shared(NamedTuple):
+    """What all warpgroups see: tiles of Q and K, and their barriers."""
+
+    q: Any
+    k: Any
+    q_full: Any
+    full: Any
+    empty: Any
+
+
+class Spans(NamedTuple):
+    """Own rows `row0 .. row1 - 1` in `row_pools` pools by own keys `key0 .. key1 - 1` in `key_pools` pools."""
+
+    row0: Any
+    row1: Any
+    row_pools: Any
+    key0: Any
+    key1: Any
+    key_pools: Any
+
+
 @gluon.jit
 def _load(q_d, k_d, shared, head, kv_head, row, key, tiles, D: gl.constexpr, STAGES: gl.constexpr,
           GROUPS: gl.constexpr):
-    q_s, k_s, q_full, full, empty = shared
-    mbarrier.expect(q_full, GROUPS * 64 * D * 2)
+    mbarrier.expect(shared.q_full, GROUPS * 64 * D * 2)
     for g in gl.static_range(GROUPS):
-        tma_load(q_d, [head, row + g * 64, 0], q_full, q_s.index(g))
-    st = 0
-    ph = 1
+        tma_load(q_d, [head, row + g * 64, 0], shared.q_full, shared.q.index(g))
+    stage = 0
+    phase = 1
     for i in range(tiles):
-        mbarrier.wait(empty.index(st), ph)
-        mbarrier.expect(full.index(st), _KEYS * D * 2)
-        tma_load(k_d, [kv_head, key + i * _KEYS, 0], full.index(st), k_s.index(st))
-        st, ph = next_stage(st, ph, STAGES)
+        mbarrier.wait(shared.empty.index(stage), phase)
+        mbarrier.expect(shared.full.index(stage), _KEYS * D * 2)
+        tma_load(k_d, [kv_head, key + i * _KEYS, 0], shared.full.index(stage), shared.k.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _edge(first, span, pools, pool):
+def _edge(first_row, span, pools, pool):
     """First row of a pool of rows."""
-    return first + (span.to(gl.int64) * pool // pools).to(gl.int32)
+    return first_row + (span.to(gl.int64) * pool // pools).to(gl.int32)
 
 
 @gluon.jit
 def _thread_sums(weights):
-    """[64, KEYS] to [64, 4]: what each of a row's four threads holds, added up in two chains."""
+    """[64, KEYS] to [64, 4]: what each of a row's four threads holds, added up in two chains.
+
+        key     0  1 | 2  3 | 4  5 | 6  7 | 8  9 | 10 11 | ...      key = 8 b + 2 c + d
+        thread   0   |  1   |  2   |  3   |  0   |   1   | ...      sums over b and d stay with thread c
+
+    """
     return gl.sum(gl.sum(weights.reshape([64, _KEYS // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
-def _add(sums, s, key, key_edge, key1, r0, rows, cols, lse, scale):
+def _add(sums, scores, key, key_edge, key1, r0, rows, cols, lse, scale):
     """The sums [64, 4] with those of a tile's cells before `key_edge` added, and the sums of its cells from there on.
 
     Exponentials bound this kernel: the usual tile has a block without a branch, in which the compiler puts additions
@@ -86,19 +113,24 @@ def _add(sums, s, key, key_edge, key1, r0, rows, cols, lse, scale):
     if masked | (key_edge < key + _KEYS):
         keys = key + cols
         if masked:
-            s = gl.where((rows[:, None] >= keys[None, :]) & (keys < key1)[None, :], s, float("-inf"))
-        weights = gl.exp2(s * scale - lse[:, None])
+            scores = gl.where((rows[:, None] >= keys[None, :]) & (keys < key1)[None, :], scores, float("-inf"))
+        weights = gl.exp2(scores * scale - lse[:, None])
         early = gl.where(keys < key_edge, 1.0, 0.0)[None, :]
         sums += _thread_sums(weights * early)
         late += _thread_sums(weights * (1.0 - early))
     else:
-        sums += _thread_sums(gl.exp2(s * scale - lse[:, None]))
+        sums += _thread_sums(gl.exp2(scores * scale - lse[:, None]))
     return sums, late
 
 
 @gluon.jit
 def _store(at, sums):
-    """Writes the sum over each warp's 16 rows."""
+    """Writes the sum over each warp's 16 rows, of which a thread holds two, 8 apart: row 16 w + 8 h + r of thread c.
+
+        reshape([4, 2, 8, 4])   w h r c      sum over h, within a thread
+        reshape([4, 32])        w (r c)      sum over the warp's 32 lanes
+
+    """
     warps = gl.sum(gl.sum(sums.reshape([4, 2, 8, 4]), 1).reshape([4, 32]), 1)
     gl.store(at + gl.arange(0, 4, warps.type.layout), warps)
 
@@ -114,16 +146,15 @@ def _flush(at, sums, upper, split):
 
 
 @gluon.jit
-def _sum(shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, G: gl.constexpr, D: gl.constexpr,
+def _sum(shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, G: gl.constexpr, D: gl.constexpr,
          STAGES: gl.constexpr):
-    q_s, k_s, q_full, full, empty = shared
     row0, row1, row_pools, key0, key1, key_pools = spans
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16])
-    r0 = p0 + G * 64
-    rows = r0 + gl.arange(0, 64, gl.SliceLayout(1, SL))
-    cols = gl.arange(0, _KEYS, gl.SliceLayout(0, SL))
-    real = (rows >= row0) & (rows < row1) & (rows >= first) & (rows < first + q_len)
-    lse = gl.load(lse_ptr + (rows - first), mask=real, other=float("inf")) * _LOG2E
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16])
+    r0 = item_row + G * 64
+    rows = r0 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    cols = gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
+    real = (rows >= row0) & (rows < row1) & (rows >= first_row) & (rows < first_row + q_len)
+    lse = gl.load(lse_ptr + (rows - first_row), mask=real, other=float("inf")) * LOG2E
     lse = gl.where(lse > float("-inf"), lse, float("inf"))
     # Where the pool of the first row that counts ends.
     at = gl.maximum(r0, row0) - row0
@@ -131,7 +162,7 @@ def _sum(shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, G: gl
     row_edge = _edge(row0, row1 - row0, row_pools, row_pool + 1)
     if row_edge <= row0 + at:
         row_edge = _edge(row0, row1 - row0, row_pools, row_pool + 2)
-    zero = gl.zeros([64, _KEYS], gl.float32, SL)
+    zero = gl.zeros([64, _KEYS], gl.float32, SCORES)
     sums = _thread_sums(zero)
     upper = (gl.convert_layout(rows, gl.SliceLayout(1, sums.type.layout)) < row_edge)[:, None]
     split = row_edge < r0 + 64
@@ -141,18 +172,19 @@ def _sum(shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, G: gl
     key_edge = key0 + width
     rest = over
     part_ptr += G * key_pools * 8
-    mbarrier.wait(q_full, 0)
-    q = q_s.index(G).reshape([64, D])
-    st = 0
-    ph = 0
+    mbarrier.wait(shared.q_full, 0)
+    q = shared.q.index(G).reshape([64, D])
+    stage = 0
+    phase = 0
     for i in range(tiles):
         key = key0 + i * _KEYS
-        mbarrier.wait(full.index(st), ph)
-        s_t = warpgroup_mma(q, k_s.index(st).reshape([_KEYS, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s_t])
-        mbarrier.arrive(empty.index(st))
-        st, ph = next_stage(st, ph, STAGES)
-        sums, late = _add(sums, s, key, key_edge, key1, r0, rows, cols, lse, scale)
+        mbarrier.wait(shared.full.index(stage), phase)
+        keys = shared.k.index(stage).reshape([_KEYS, D])
+        scores_t = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores_t])
+        mbarrier.arrive(shared.empty.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
+        sums, late = _add(sums, scores, key, key_edge, key1, r0, rows, cols, lse, scale)
         if key_edge <= key + _KEYS:
             _flush(part_ptr, sums, upper, split)
             part_ptr += 8
@@ -185,9 +217,9 @@ def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, h
     at_head = pid // row_blocks
     head = first_head + at_head
     start = gl.load(starts_ptr + head // heads_per_sequence)
-    first = kv_len - q_len - start
-    p0 = (row0 // BM + block) * BM
-    tiles = gl.maximum(gl.cdiv(gl.minimum(key1, p0 + BM) - key0, _KEYS), 1)
+    first_row = kv_len - q_len - start
+    item_row = (row0 // BM + block) * BM
+    tiles = gl.maximum(gl.cdiv(gl.minimum(key1, item_row + BM) - key0, _KEYS), 1)
     lse_ptr += head.to(gl.int64) * q_len
     part_ptr += (at_head.to(gl.int64) * row_blocks + block) * GROUPS * key_pools * 8
     q_s = gl.allocate_shared_memory(q_d.dtype, [GROUPS, 1, 64, D], q_d.layout)
@@ -200,21 +232,23 @@ def mass_kernel(q_d, k_d, lse_ptr, starts_ptr, part_ptr, scale, q_len, kv_len, h
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()  # the copy engine must see the barriers before the first load names one
-    shared = (q_s, k_s, q_full, full, empty)
-    spans = (row0, row1, row_pools, key0, key1, key_pools)
+    shared = Shared(q_s, k_s, q_full, full, empty)
+    spans = Spans(row0, row1, row_pools, key0, key1, key_pools)
     if GROUPS == 4:
         gl.warp_specialize([
-            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 0, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 1, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 2, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 3, D, STAGES)),
-            (_load, (q_d, k_d, shared, head, head // group, p0 - first, start + key0, tiles, D, STAGES, GROUPS)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, 0, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, 1, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, 2, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, 3, D, STAGES)),
+            (_load, (q_d, k_d, shared, head, head // group, item_row - first_row, start + key0, tiles, D, STAGES,
+                     GROUPS)),
         ], [4, 4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 0, D, STAGES)),
-            (_sum, (shared, lse_ptr, part_ptr, spans, p0, first, q_len, tiles, scale, 1, D, STAGES)),
-            (_load, (q_d, k_d, shared, head, head // group, p0 - first, start + key0, tiles, D, STAGES, GROUPS)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, 0, D, STAGES)),
+            (_sum, (shared, lse_ptr, part_ptr, spans, item_row, first_row, q_len, tiles, scale, 1, D, STAGES)),
+            (_load, (q_d, k_d, shared, head, head // group, item_row - first_row, start + key0, tiles, D, STAGES,
+                     GROUPS)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])
 
 
@@ -244,7 +278,7 @@ def _reduce_kernel(part_ptr, out_ptr, row0, row1, row_pools, key0, key1, key_poo
     tl.store(out_ptr + out, total, mask=keys < key_pools)
 
 
-def serves_pooled(rows: tuple[int, int], cols: tuple[int, int], shape: tuple[int, int]) -> str | None:
+def pooled_refusal(rows: tuple[int, int], cols: tuple[int, int], shape: tuple[int, int]) -> str | None:
     """Why this grid cannot be served, or None: pools must be no smaller than a tile."""
     if rows[1] - rows[0] < 64 * shape[0] or cols[1] - cols[0] < KEYS * shape[1]:
         return f"the Gluon map needs pools of 64 rows by {KEYS} keys or more, got {shape} pools of {rows} x {cols}"
@@ -261,25 +295,27 @@ def pooled(
     cols: tuple[int, int],
     shape: tuple[int, int],
 ) -> torch.Tensor:
-    """float32 [B, Hq, shape]: dense probability summed per pool of own rows x own keys; see `torch_mass.pooled`.
+    """float32 [B, Hq, shape]: dense probability summed per pool of own rows x own keys; see `torch.mass.pooled`.
 
-    `lse` [B, Hq, S] is the dense pass's. Raises `ValueError` where `serves_pooled` gives a reason.
+    `lse` [B, Hq, S] is the dense pass's. q and k are copied where they do not lie in one piece. `ValueError` for inputs
+    that do not fit each other, and where `pooled_refusal` gives a reason.
     """
-    check_inputs(q, k, k, scale)
-    if reason := serves_pooled(rows, cols, shape):
+    check_inputs(q, k, None, scale, starts)
+    check_pools(rows, cols, shape, k.shape[2])
+    if reason := pooled_refusal(rows, cols, shape):
         raise ValueError(reason)
     batch, heads, q_len, dim = q.shape
     groups, kv_len = GROUPS[dim], k.shape[2]
     q_d, k_d = descriptor(rows3d(q), 64, dim), descriptor(rows3d(k), KEYS, dim)
-    lse, out = lse.contiguous(), torch.empty(batch * heads, *shape, dtype=torch.float32, device=q.device)
+    lse, out = check_lse(lse, q), torch.empty(batch * heads, *shape, dtype=torch.float32, device=q.device)
     row_blocks = -(-rows[1] // (64 * groups)) - rows[0] // (64 * groups)
     per_head = row_blocks * groups * shape[1] * 8
-    turn = max(1, min(batch * heads, _SCRATCH // per_head))
-    part = torch.empty(turn * per_head, dtype=torch.float32, device=q.device)
-    for head in range(0, batch * heads, turn):
-        count = min(turn, batch * heads - head)
+    chunk = max(1, min(batch * heads, _SCRATCH // per_head))
+    part = torch.empty(chunk * per_head, dtype=torch.float32, device=q.device)
+    for head in range(0, batch * heads, chunk):
+        count = min(chunk, batch * heads - head)
         mass_kernel[(count * row_blocks,)](
-            q_d, k_d, lse, device_ints(starts, q.device), part, scale * LOG2E, q_len, kv_len, heads,
+            q_d, k_d, lse, device_ints(starts, q.device), part, base2(scale), q_len, kv_len, heads,
             heads // k.shape[1], head, row_blocks, *rows, shape[0], *cols, shape[1],
             D=dim, STAGES=STAGES[dim], GROUPS=groups, CONSUMER_REGISTERS=REGISTERS[groups],
             num_warps=4, enable_fp_fusion=True,

@@ -2,8 +2,8 @@
 
 Every 64 query rows of a head form an item. An item's keys are the union of what its rows read; items of all
 heads and sequences are sorted by how many keys they have and run in batches of similar size, each one gather
-of K and V, one product, one masked softmax, one product. No masked dense product is ever formed, and scratch
-memory is bounded, whatever the length.
+of K and V, one matrix product, one masked softmax, one matrix product. No masked dense product is ever formed, and
+scratch memory is bounded, whatever the length.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from headscope.kernels.cells import membership
+from headscope.kernels.cells.inputs import check_inputs, check_layout, rows_in_one_piece
 from headscope.kernels.cells.layout import Layout
 
 ROWS = 64
@@ -35,8 +36,9 @@ def dense(
     """Causal attention and its LSE. q [B, Hq, S, D], k/v [B, Hkv, T, D]; LSE float32 [B, Hq, S].
 
     A whole prompt on the CPU runs in torch's own flash kernel, which returns the LSE too; everything else runs
-    in row chunks.
+    in row chunks. `ValueError` where an input does not fit the others.
     """
+    check_inputs(q, k, v, scale, starts)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
     for sequence, start in enumerate(starts):
@@ -50,15 +52,30 @@ def dense(
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence, rows being its last positions: q [Hq, S, D], k/v [Hkv, n, D]."""
     whole = q.shape[1] == k.shape[1] and q.device.type == "cpu" and q.dtype != torch.float64
-    return (_dense_flash if whole else _dense_rows)(q, k, v, scale)
+    if not whole:
+        return _dense_rows(q, k, v, scale)
+    if q.dtype == torch.float32:
+        return _dense_flash(q, k, v, scale)
+    # For half types torch's kernel takes a fast exponential that is 6e-5 off in the LSE, so they run in float32; one
+    # KV head after another, since the copies are twice the size of what they copy.
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
+    group = q.shape[0] // k.shape[0]
+    for kv_head in range(k.shape[0]):
+        heads, keys = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
+        out[heads], lse[heads] = _dense_flash(q[heads].float(), k[keys].float(), v[keys].float(), scale)
+    return out, lse
 
 
 def _dense_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence whose rows are all its keys: q [Hq, n, D], k/v [Hkv, n, D]."""
+    """One sequence whose rows are all its keys, float32: q [Hq, n, D], k/v [Hkv, n, D].
+
+    GQA groups stand where the kernel expects a batch, so that K and V are never repeated.
+    """
     group = q.shape[0] // k.shape[0]
-    keys, values = (x.repeat_interleave(group, 0)[None] for x in (k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], keys, values, 0.0, True, scale=scale)
-    return out[0], lse[0]
+    queries = rows_in_one_piece(q).unflatten(0, (k.shape[0], group))
+    keys, values = (rows_in_one_piece(x)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, True, scale=scale)
+    return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 def _dense_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +101,12 @@ def _dense_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the cells of `layout`, and its LSE. A row with no cell gives output 0 and LSE -inf."""
+    """Attention over the cells of `layout`, and its LSE. A row with no cell gives output 0 and LSE -inf.
+
+    `ValueError` where an input does not fit the others or the layout.
+    """
+    check_inputs(q, k, v, scale, layout.starts)
+    check_layout(layout, q, k)
     table = membership.tables(layout)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
@@ -115,14 +137,14 @@ class _Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """float32 of this shape, contents undefined, until the same name is taken again."""
         size = math.prod(shape)
-        if name not in self._held or self._held[name].numel() < size:
-            self._held[name] = torch.empty(size, device=self._device)
-        return self._held[name][:size].view(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, device=self._device)
+        return self._buffers[name][:size].view(shape)
 
     def rows(self, name: str, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """float32 [*which, D]: rows of x [n, D] by int64 number."""

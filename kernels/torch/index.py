@@ -2,7 +2,8 @@
 
 Vertical-slash heads: probabilities of a few sampled rows, added up per column and per distance (the long
 article, section 6.2). Block-sparse heads: scores of mean-pooled Q and K (eq. 6). Distances become windows by
-the rule `tiles/1`. Ties go to the smaller position, and forced cells are set apart rather than scored.
+the rule `tiles/1`. Ties go to the smaller position, and forced cells are set apart rather than scored. Scores are
+float32; for float64 inputs float64.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Protocol
 import torch
 
 from headscope.kernels.cells.diagonals import by_distance
+from headscope.kernels.cells.inputs import check_inputs
 from headscope.kernels.cells.layout import PAD, Layout
-from headscope.kernels.cells.plan import HeadPlan, nearest_window, tile_rows
+from headscope.kernels.cells.plan import HeadPlan, fixed_lists, nearest_window, tile_rows
+from headscope.kernels.torch.probabilities import at_least_float32
 
 
 class Sampling(Protocol):
@@ -44,7 +47,11 @@ def build(
     estimator: Sampling,
     tile: int,
 ) -> tuple[Layout, Layout]:
-    """The requested and the computed layout of `len(plans)` = B * Hq heads. q [B, Hq, S, D], k [B, Hkv, T, D]."""
+    """The requested and the computed layout of `len(plans)` = B * Hq heads. q [B, Hq, S, D], k [B, Hkv, T, D].
+
+    `ValueError` where an input does not fit the others.
+    """
+    check_inputs(q, k, None, scale, starts)
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     columns = torch.zeros(len(plans), kv_len, dtype=torch.bool, device=q.device)
@@ -132,10 +139,10 @@ def sampled_rows(first: int, stop: int, estimator: Sampling) -> list[int]:
 
 
 def row_statistic(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, scale: float, statistic: str) -> torch.Tensor:
-    """float32 [H, r, n] of sampled rows: causal softmax, or logits above the row's mean. q [H, r, D], k [Hkv, n, D]."""
+    """[H, r, n] of sampled rows: causal softmax, or logits above the row's mean. q [H, r, D], k [Hkv, n, D]."""
     kv_heads, length, dim = k.shape
-    grouped = q.float().reshape(kv_heads, -1, dim)
-    scores = ((grouped @ k.float().transpose(-1, -2)) * scale).reshape(q.shape[0], q.shape[1], length)
+    grouped = at_least_float32(q).reshape(kv_heads, -1, dim)
+    scores = ((grouped @ at_least_float32(k).transpose(-1, -2)) * scale).reshape(q.shape[0], q.shape[1], length)
     future = torch.arange(length, device=q.device)[None, :] > rows[:, None]
     if statistic == "probability":
         return scores.masked_fill(future, -torch.inf).softmax(-1)
@@ -144,7 +151,7 @@ def row_statistic(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, scale: f
 
 
 def distance_sums(weight: torch.Tensor, rows: torch.Tensor, how: str) -> torch.Tensor:
-    """float32 [H, n]: `weight` [H, r, n] of sampled rows added up per distance `row - column`."""
+    """[H, n]: `weight` [H, r, n] of sampled rows added up per distance `row - column`."""
     length = weight.shape[-1]
     along = by_distance(weight, rows)
     total = along.sum(1)
@@ -162,7 +169,7 @@ def window_mass(score: torch.Tensor, tile: int, count: int) -> torch.Tensor:
     # Rows t = 0 .. R-1 see distance d in the window number floor((d - t + R - 1) / W).
     far = (distance + rows - 1) // tile
     near = distance // tile
-    share = ((distance + rows - far * tile).clamp(max=rows) / rows).to(score.dtype)
+    share = (distance + rows - far * tile).clamp(max=rows).to(score.dtype) / rows
     share = torch.where(far == near, torch.ones_like(share), share)
     mass = score.new_zeros(score.shape[0], max(count, int(far[-1]) + 1))
     mass.index_add_(1, far, score * share)
@@ -210,9 +217,9 @@ def _choose_lines(
     scale: float,
     estimator: Sampling,
     tile: int,
-    chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    marks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Columns, distances and grid windows of the vertical-slash heads of one sequence, marked in `chosen`."""
+    """Columns, distances and grid windows of the vertical-slash heads of one sequence, set in `marks`."""
     heads, q_len, kv_len = q.shape[1], q.shape[2], k.shape[2]
     group = heads // k.shape[1]
     length = kv_len - start
@@ -238,13 +245,13 @@ def _choose_lines(
     score = distance_sums(weight, rows, estimator.slashes)
     by_windows = budget("windows") > 0
     distances = best(score, budget("local"), budget("slash"), length) & ~by_windows[:, None]
-    chosen[0][at, :length] = columns
-    chosen[1][at, :length] = distances
+    marks[0][at, :length] = columns
+    marks[1][at, :length] = distances
     if bool(by_windows.any()):
         real = -(-(length + tile_rows(tile) - 1) // tile)
         mass = window_mass(score, tile, real)
-        kept = best(mass, torch.ones_like(by_windows, dtype=torch.long), budget("windows").clamp(min=1), real)
-        chosen[2][at, :real] = kept & by_windows[:, None]
+        bought = best(mass, torch.ones_like(by_windows, dtype=torch.long), budget("windows").clamp(min=1), real)
+        marks[2][at, :real] = bought & by_windows[:, None]
 
 
 def _bands(plans: Sequence[HeadPlan], distances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,14 +280,14 @@ def _choose_blocks(
     for slot, head in enumerate(with_blocks):
         slots[head] = slot
     block_rows = max((-(-kv_len // plans[head].block_size) for head in with_blocks), default=0)
-    chosen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    lists_of: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for head in with_blocks:
         if plans[head].blocks:
-            chosen[head] = [positions(_fixed_blocks(plans[head], kv_len - starts[head // heads], q.device))]
+            lists_of[head] = [_fixed_blocks(plans[head], kv_len - starts[head // heads], q.device)]
     for size in sorted({plans[head].block_size for head in with_blocks}):
         for sequence, start in enumerate(starts):
-            chosen |= _top_blocks(q, k, plans, sequence, start, scale, size)
-    per_head = [chosen.get(head, []) for head in with_blocks]
+            lists_of |= _top_blocks(q, k, plans, sequence, start, scale, size)
+    per_head = [lists_of.get(head, []) for head in with_blocks]
     most = max((part.shape[-1] for lists in per_head for part, _ in lists), default=0)
     blocks = torch.full((len(with_blocks), block_rows, most), PAD, dtype=torch.int32, device=q.device)
     count = torch.zeros(len(with_blocks), block_rows, dtype=torch.int32, device=q.device)
@@ -293,13 +300,15 @@ def _choose_blocks(
     return blocks, count, tuple(slots)
 
 
-def _fixed_blocks(plan: HeadPlan, length: int, device: torch.device) -> torch.Tensor:
+def _fixed_blocks(plan: HeadPlan, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists int32 [block rows, most], ended by PAD, and counts of the blocks that a plan fixes."""
     side = max(1, -(-length // plan.block_size))
-    chosen = torch.zeros(side, side, dtype=torch.bool, device=device)
-    for row, column in plan.blocks:
-        if row < side:
-            chosen[row, column] = True
-    return chosen
+    lists = fixed_lists(plan.blocks, side)
+    row, place, key = torch.tensor(lists, dtype=torch.long, device=device).view(-1, 3).T
+    most = max((place for _, place, _ in lists), default=-1) + 1
+    blocks = torch.full((side, most), PAD, dtype=torch.int32, device=device)
+    blocks[row, place] = key.int()
+    return blocks, torch.bincount(row, minlength=side).int()
 
 
 def _top_blocks(
@@ -344,9 +353,10 @@ def _best_before(scores: torch.Tensor, rows: torch.Tensor, budget: torch.Tensor)
 
 
 def _block_means(x: torch.Tensor, first: int, length: int, size: int) -> torch.Tensor:
-    """float32 [H, blocks, D]: means over the real rows `first .. length - 1` of each block; 0 where there are none."""
+    """[H, blocks, D]: means over the real rows `first .. length - 1` of each block; 0 where there are none."""
     side = -(-length // size)
     at = torch.arange(first, length, device=x.device) // size
-    total = torch.zeros(x.shape[0], side, x.shape[-1], device=x.device).index_add_(1, at, x.float())
-    count = torch.zeros(side, device=x.device).index_add_(0, at, torch.ones_like(at, dtype=torch.float32))
+    values = at_least_float32(x)
+    total = values.new_zeros(x.shape[0], side, x.shape[-1]).index_add_(1, at, values)
+    count = values.new_zeros(side).index_add_(0, at, values.new_ones(len(at)))
     return total / count.clamp(min=1)[:, None]

@@ -1,6 +1,7 @@
 """Exact sums of attention probability in plain torch, in row chunks: maps per tile, columns and distances.
 
-Everything comes from `exp(score - lse)` of cells that are formed a few rows at a time and never kept.
+Everything comes from probabilities that are formed a few rows at a time and never kept. Sums are in float32; for
+float64 inputs in float64.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.diagonals import by_distance
+from headscope.kernels.cells.inputs import check_inputs, check_lse, check_pools
 from headscope.kernels.cells.layout import Layout
+from headscope.kernels.torch.probabilities import at_least_float32, probabilities
 
 _CELLS = 2**22
 """Cells formed at a time: 16 MiB in float32."""
@@ -33,12 +36,16 @@ def pooled(
     shape: tuple[int, int],
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """float32 [B, Hq, shape]: probability summed per tile over own rows and own keys `rows` x `cols`.
+    """[B, Hq, shape]: probability summed per tile over own rows and own keys `rows` x `cols`.
 
     `lse` [B, Hq, S] is that of the dense pass. With a layout only its cells are summed, so the difference of
-    two maps is the missed mass per tile. Rows that are not among the queries add nothing.
+    two maps is the missed mass per tile. Rows that are not among the queries add nothing. `ValueError` where an input
+    does not fit the others.
     """
-    result = torch.zeros(q.shape[0], q.shape[1], *shape, device=q.device)
+    check_inputs(q, k, None, scale, starts)
+    check_lse(lse, q)
+    check_pools(rows, cols, shape, k.shape[2])
+    result = at_least_float32(q.new_zeros(q.shape[0], q.shape[1], *shape))
     of_row = _pool_of(rows, shape[0], q.device)
     table = membership.tables(layout) if layout is not None else None
     for sequence, own, weight in _chunks(q, k, lse, scale, starts, rows, cols):
@@ -51,10 +58,17 @@ def pooled(
     return result
 
 
-def coverage(layout: Layout, rows: tuple[int, int], cols: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """float32 [B, Hq, shape]: how many cells of each tile the layout holds."""
+def coverage(
+    layout: Layout,
+    rows: tuple[int, int],
+    cols: tuple[int, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """[B, Hq, shape]: how many cells of each tile the layout holds. `ValueError` for spans that `shape` cannot cut."""
+    check_pools(rows, cols, shape, layout.kv_len)
     device = layout.device
-    result = torch.zeros(layout.batch, layout.heads, *shape, device=device)
+    result = torch.zeros(layout.batch, layout.heads, *shape, dtype=dtype, device=device)
     of_row = _pool_of(rows, shape[0], device)
     table = membership.tables(layout)
     columns = torch.arange(*cols, device=device)
@@ -64,7 +78,7 @@ def coverage(layout: Layout, rows: tuple[int, int], cols: tuple[int, int], shape
         first, stop = max(rows[0], layout.first_row[sequence], 0), min(rows[1], layout.length(sequence))
         for row in range(first, stop, step):
             own = torch.arange(row, min(row + step, stop), device=device)
-            by_col = _pool_columns(membership.cells(layout, table, heads, own, columns).float(), cols, shape[1])
+            by_col = _pool_columns(membership.cells(layout, table, heads, own, columns).to(dtype), cols, shape[1])
             result[sequence].index_add_(1, of_row[own - rows[0]], by_col)
     return result
 
@@ -72,9 +86,11 @@ def coverage(layout: Layout, rows: tuple[int, int], cols: tuple[int, int], shape
 def sums(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, starts: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probability per own column and per distance over all rows: two float32 [B, Hq, T]."""
+    """Probability per own column and per distance over all rows: two [B, Hq, T]."""
+    check_inputs(q, k, None, scale, starts)
+    check_lse(lse, q)
     kv_len = k.shape[2]
-    columns = torch.zeros(q.shape[0], q.shape[1], kv_len, device=q.device)
+    columns = at_least_float32(q.new_zeros(q.shape[0], q.shape[1], kv_len))
     distances = torch.zeros_like(columns)
     for sequence, own, weight in _chunks(q, k, lse, scale, starts, (0, kv_len), (0, kv_len)):
         length = weight.shape[-1]
@@ -114,19 +130,16 @@ def _chunks(
     rows: tuple[int, int],
     cols: tuple[int, int],
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(sequence, own rows [r], probabilities float32 [Hq, r, keys]) a few rows at a time; keys end at the last row."""
-    _, heads, q_len, dim = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
+    """(sequence, own rows [r], probabilities [Hq, r, keys]) a few rows at a time; keys end at the last row."""
+    heads, q_len, kv_len = q.shape[1], q.shape[2], k.shape[2]
     for sequence, start in enumerate(starts):
         shift = kv_len - q_len - start
         first, last = max(rows[0], shift, 0), min(rows[1], kv_len - start)
-        keys = k[sequence, :, start + cols[0] : start + min(cols[1], kv_len - start)].float()
+        keys = at_least_float32(k[sequence, :, start + cols[0] : start + min(cols[1], kv_len - start)])
         step = max(1, min(512, _CELLS // (heads * max(1, keys.shape[1]))))
         for row in range(max(first, cols[0]), last, step):
             own = torch.arange(row, min(row + step, last), device=q.device)
             near = keys[:, : int(own[-1]) + 1 - cols[0]]
-            grouped = q[sequence, :, own - shift].float().reshape(kv_heads, -1, dim)
-            scores = ((grouped @ near.transpose(-1, -2)) * scale).view(heads, len(own), near.shape[1])
-            weight = scores.sub_(lse[sequence, :, own - shift, None]).exp_()
-            future = torch.arange(cols[0], cols[0] + near.shape[1], device=q.device)[None, :] > own[:, None]
-            yield sequence, own, weight.masked_fill_(future, 0.0)
+            local = own - shift
+            weight = probabilities(q[sequence, :, local], near, lse[sequence, :, local], own, scale, cols[0])
+            yield sequence, own, weight

@@ -4,7 +4,7 @@ q `[B, Hq, S, D]`, k and v `[B, Hkv, T, D]`; out as q, lse float32 `[B, Hq, S]` 
 blocks aligned to a sequence's own position 0. One program takes one block of one query head and runs the online
 softmax of FlashAttention-2 (arXiv 2307.08691) over its tiles; the query heads of a GQA group run side by side
 on the same K and V, which are never repeated. All heads of a layer, whatever their patterns, go in one launch:
-full boxes, masked boxes, gathered columns, key blocks, in this order (`triton_plan`).
+full boxes, masked boxes, gathered columns, key blocks, in this order (`plan`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
+from headscope.kernels.cells.inputs import check_layout, packed
 from headscope.kernels.cells.layout import Layout
-from headscope.kernels.triton import plan as triton_plan
 from headscope.kernels.triton.common import (
-    LOG2E,
+    base2,
     capability,
     check_inputs,
     descriptor,
     device_ints,
-    packed,
     pad_dim,
     precision,
 )
+from headscope.kernels.triton.cover import column_bits
 from headscope.kernels.triton.dense import dense_kernel
+from headscope.kernels.triton.plan import LaunchTables, compact, make_tables
 from headscope.kernels.triton.sparse import attend_kernel
 
 _MOST_WORDS = 2**27
@@ -75,9 +76,10 @@ def dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every causal cell. q [B, Hq, S, D], k/v [B, Hkv, T, D] -> out as q, lse float32 [B, Hq, S].
 
-    Raises `ValueError` for a dtype, head size or scale that this path does not serve.
+    Inputs are copied where they do not lie in one piece. `ValueError` for inputs that do not fit each other, and for a
+    dtype or head size that this path does not serve.
     """
-    check_inputs(q, k, v, scale)
+    check_inputs(q, k, v, scale, starts)
     q, k, v = packed(q), packed(k), packed(v)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, width = k.shape[1], k.shape[2], pad_dim(head_dim)
@@ -95,7 +97,7 @@ def dense(
         kv_len,
         kv_heads,
         blocks,
-        scale * LOG2E,
+        base2(scale),
         GROUP=heads // kv_heads,
         D=head_dim,
         ROWS=use.rows,
@@ -121,13 +123,14 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cells of `layout`, all heads in one launch. Rows without a cell give output 0 and LSE -inf.
 
-    Raises `ValueError` for a tile other than 128 or 1, and as `dense`.
+    `ValueError` for a tile other than 128 or 1, for a layout of other inputs, and as `dense`.
     """
-    check_inputs(q, k, v, scale)
+    check_inputs(q, k, v, scale, layout.starts)
+    check_layout(layout, q, k)
     q, k, v = packed(q), packed(k), packed(v)
-    plan = triton_plan.make_plan(layout)
-    keys, values = triton_plan.compact(k, v, layout)
-    bits = _column_bits(layout, plan)
+    tables = make_tables(layout)
+    keys, values = compact(k, v, layout)
+    bits = _column_bits(layout, tables)
     heads, q_len, head_dim = q.shape[1], q.shape[2], q.shape[3]
     kv_heads, kv_len, width = k.shape[1], k.shape[2], pad_dim(head_dim)
     use = settings or sparse_settings(width, q.element_size(), capability(q.device))
@@ -147,10 +150,10 @@ def attend(
         k,
         v,
         device_ints(layout.starts, q.device),
-        plan.full,
-        plan.edge,
-        plan.counts,
-        plan.cover,
+        tables.full,
+        tables.edge,
+        tables.counts,
+        tables.cover,
         bits,
         layout.columns,
         layout.blocks,
@@ -164,11 +167,11 @@ def attend(
         kv_len,
         kv_heads,
         blocks,
-        plan.counts.shape[1],
-        scale * LOG2E,
-        plan.full.shape[1],
-        plan.edge.shape[1],
-        plan.cover.shape[1],
+        tables.counts.shape[1],
+        base2(scale),
+        tables.full.shape[1],
+        tables.edge.shape[1],
+        tables.cover.shape[1],
         bits.shape[2],
         layout.columns.shape[1],
         layout.blocks.shape[1],
@@ -183,7 +186,7 @@ def attend(
         BITS=bits.shape[2] > 0,
         BLOCKS=listed and any(size % 64 == 0 for size in sizes),
         ODD_BLOCKS=listed and any(size % 64 != 0 for size in sizes),
-        OVERLAPS=plan.cover.shape[1] > 0,
+        OVERLAPS=tables.cover.shape[1] > 0,
         BY_BLOCK=kv_len <= 16384 if by_block is None else by_block,
         STAGES=use.stages,
         PRECISION=precision(q.dtype),
@@ -193,15 +196,15 @@ def attend(
     return out, lse
 
 
-def _column_bits(layout: Layout, plan: triton_plan.Plan) -> torch.Tensor:
+def _column_bits(layout: Layout, tables: LaunchTables) -> torch.Tensor:
     """Keep bits [N, G, words] where they help and stay small beside K and V, else [N, G, 0]: looked up cell by cell."""
-    count, blocks = plan.counts.shape[:2]
+    count, blocks = tables.counts.shape[:2]
     words = -(-layout.columns.shape[1] // 64) * 2
     if layout.tile == 1 or not layout.windows.shape[1] or count * blocks * words > _MOST_WORDS:
         words = 0
     if not words:
         return torch.empty(count, blocks, 0, dtype=torch.int32, device=layout.device)
-    return triton_plan.column_bits(layout, plan)
+    return column_bits(layout, tables.cover)
 
 
 def _outputs(q: torch.Tensor, starts: tuple[int, ...], kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:

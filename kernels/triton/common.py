@@ -8,6 +8,7 @@ of `inf - inf`.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -15,17 +16,23 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
+from headscope.kernels.cells import inputs
+from headscope.kernels.cells.layout import PAD, Layout
+
 BOX_ROWS = 64
 BOX_COLUMNS = 128
+TILES = (1, BOX_COLUMNS)
+"""Tiles of layouts that the kernels serve."""
 BARRIERS = 1024
 """Bytes of shared memory left for barriers and the like."""
 
-# Kernels read these as compile-time constants.
-FLOOR = tl.constexpr(-1.0e30)
-LN_2 = tl.constexpr(LN2)
-PADDING = tl.constexpr(2**30)
+# Kernels read these as compile-time constants, those in Gluon too.
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+SOFTMAX_FLOOR = tl.constexpr(-1.0e30)
+"""Running maximum of a row that has met no cell: finite, so that no difference of infinities arises."""
+PADDING = tl.constexpr(PAD)
+"""Fills the unused end of a list."""
 
 
 @triton.jit
@@ -62,8 +69,18 @@ def close_softmax(acc, top, total):
     """Output and natural-log LSE of finished rows; rows without a key give 0 and -inf."""
     some = total > 0
     safe = tl.where(some, total, 1.0)
-    lse = tl.where(some, (top + tl.math.log2(safe)) * LN_2, float("-inf"))
+    lse = tl.where(some, (top + tl.math.log2(safe)) * LN2, float("-inf"))
     return acc / safe[:, None], lse
+
+
+def base2(scale: float) -> float:
+    """The factor of dot products that makes them logits in base 2, as the kernels keep them."""
+    return scale * float(LOG2E.value)
+
+
+def row_blocks(layout: Layout) -> int:
+    """Row blocks of 64 rows from own position 0 to the longest sequence's end."""
+    return max(1, -(-layout.kv_len // BOX_ROWS))
 
 
 def pad_dim(head_dim: int) -> int:
@@ -130,30 +147,41 @@ def descriptor(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, rows, width])
 
 
-def packed(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it is contiguous and 16-byte aligned, else a copy that is."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.contiguous().clone()
-
-
 def precision(dtype: torch.dtype) -> str:
-    """Tensor-core mode: float32 products are exact (`ieee`), the half types have one mode."""
+    """Tensor-core mode: an MMA of float32 is exact (`ieee`), the half types have one mode."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, scale: float, impl: str = "triton") -> None:
-    """`ValueError` naming what this path cannot serve."""
+def refusal(q: torch.Tensor) -> str | None:
+    """Why these kernels cannot serve queries of this dtype and head size, or None."""
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"impl={impl!r} serves bfloat16, float16 and float32, got q.dtype = {q.dtype}")
-    for name, x in (("k", k), ("v", v)):
-        if x is not None and (x.dtype != q.dtype or x.device != q.device):
-            raise ValueError(f"{name} must have q's dtype and device, got {x.dtype} on {x.device}")
-    # Products of wider float32 heads fill the shared memory of every GPU, and take minutes to compile.
+        return f"impl='triton' serves bfloat16, float16 and float32, got q.dtype = {q.dtype}"
+    # An MMA of wider float32 heads fills the shared memory of every GPU, and takes minutes to compile.
     most = 128 if q.dtype == torch.float32 else 256
     if not 1 <= q.shape[-1] <= most:
-        raise ValueError(f"impl={impl!r} serves {q.dtype} heads of sizes up to {most}, got {q.shape[-1]}")
+        return f"impl='triton' serves {q.dtype} heads of sizes up to {most}, got {q.shape[-1]}"
     if q.shape[-1] * q.element_size() % 16:
-        raise ValueError(f"impl={impl!r} needs head rows of a multiple of 16 bytes, got {q.shape[-1]} x {q.dtype}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k.shape[1]}")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+        return f"impl='triton' needs head rows of a multiple of 16 bytes, got {q.shape[-1]} x {q.dtype}"
+    return None
+
+
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, scale: float, starts: tuple[int, ...]
+) -> None:
+    """`ValueError` naming what does not fit, or what this path cannot serve."""
+    if reason := refusal(q):
+        raise ValueError(reason)
+    inputs.check_inputs(q, k, v, scale, starts)
+
+
+def check_contiguous(**tensors: torch.Tensor | None) -> None:
+    """`ValueError` naming a tensor that does not lie in one piece, as the kernels' pointers take for granted."""
+    for name, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()} for shape {tuple(x.shape)}")
+
+
+def check_lse(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The LSE of q's rows as the kernels read it, float32 in one piece; `ValueError` where it is not q's."""
+    inputs.check_lse(lse, q)
+    return lse.float().contiguous()

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headscope.kernels.triton.common import device_ints, ordered_key, value_of_key
+from headscope.kernels.triton.common import check_contiguous, device_ints, ordered_key, value_of_key
 
 CHUNK = 2048
 DIGITS = 4
@@ -24,8 +24,8 @@ REST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _keys(score_ptr, forced_ptr, length_ptr, line, row_size, CHUNK: tl.constexpr):
-    """uint32 keys of a chunk, the best score the smallest: what is no number counts as -inf and -0 as 0; what does not
-    compete comes after every score."""
+    """uint32 keys of a chunk, the best score the smallest: NaN counts as -inf and -0 as 0; what does not compete
+    comes after every score."""
     place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     score = tl.load(score_ptr + line.to(tl.int64) * row_size + place, mask=place < row_size, other=0.0)
     competes = (place >= tl.load(forced_ptr + line)) & (place < tl.load(length_ptr + line))
@@ -100,8 +100,9 @@ def cut_values(
     """float32 [lines]: the value of the last score that each line's budget reaches, beyond its forced positions.
 
     score float32 [lines, n], of which the first `lengths` count; a budget holds the forced positions too. inf where it
-    reaches no score.
+    reaches no score. `ValueError` for scores that do not lie in one piece.
     """
+    check_contiguous(score=score)
     lines, size = score.shape
     device = score.device
     wanted = tuple(min(b, n) - min(f, n) for f, b, n in zip(forced, budget, lengths, strict=True))

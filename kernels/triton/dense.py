@@ -1,6 +1,6 @@
 """The dense kernel of the portable path in Triton: causal attention with LSE over every cell.
 
-One program takes one block of one query head; see `triton_attention` for shapes and meaning.
+One program takes one block of one query head; see `attention` for shapes and meaning.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headscope.kernels.triton.common import FLOOR, close_softmax, softmax_step
+from headscope.kernels.triton.common import SOFTMAX_FLOOR, close_softmax, softmax_step
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def dense_kernel(
         rows = top_row + tl.arange(0, ROWS)
         # q [ROWS, WIDTH]
         q = q_d.load([head, top_row - first_row, 0]).reshape([ROWS, WIDTH])
-        top = tl.full([ROWS], FLOOR, tl.float32)
+        top = tl.full([ROWS], SOFTMAX_FLOOR, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         for at in tl.range(0, top_row, COLUMNS, num_stages=STAGES):

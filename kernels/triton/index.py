@@ -1,4 +1,4 @@
-"""The online index in Triton, for all heads of a layer at once, without a host sync: the meaning is `torch_index`'s.
+"""The online index in Triton, for all heads of a layer at once, without a host sync: the meaning is `torch.index`'s.
 
 Every list has a capacity that budgets and lengths, known on the host, bound; counts that depend on the data stay on
 the device.
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from headscope.kernels.cells.inputs import packed
 from headscope.kernels.cells.layout import PAD, Layout
-from headscope.kernels.cells.plan import HeadPlan, max_windows, nearest_window
+from headscope.kernels.cells.plan import HeadPlan, fixed_lists, max_windows, nearest_window
 from headscope.kernels.torch.index import Sampling, sampled_rows
 from headscope.kernels.triton import cut as triton_cut
 from headscope.kernels.triton import pools as triton_pools
@@ -22,7 +23,7 @@ from headscope.kernels.triton import rows as triton_rows
 from headscope.kernels.triton import runs as triton_runs
 from headscope.kernels.triton import scores as triton_scores
 from headscope.kernels.triton import select as triton_select
-from headscope.kernels.triton.common import check_inputs, device_ints, packed
+from headscope.kernels.triton.common import TILES, check_inputs, device_ints
 
 _SCORES = 2**28
 """Floats of scores, and of sampled statistics where those are kept, at a time: 1 GiB."""
@@ -55,13 +56,14 @@ def build(
 ) -> tuple[Layout, Layout]:
     """The requested and the computed layout of `len(plans)` = B * Hq heads. q [B, Hq, S, D], k [B, Hkv, T, D].
 
-    Raises `ValueError` for a tile other than 128 or 1, and for a head that is both fixed and chosen online.
+    Inputs are copied where they do not lie in one piece. `ValueError` for inputs that do not fit each other or that
+    this path does not serve, for a tile other than 128 or 1, and for a head that is both fixed and chosen online.
     """
-    if tile not in (1, 128):
+    if tile not in TILES:
         raise ValueError(f"impl='triton' builds indexes of tile 128 or 1, got tile = {tile}")
     if any((plan.columns or plan.bands) and plan.online_slash for plan in plans):
         raise ValueError("a head is either fixed by position or chosen online, not both")
-    check_inputs(q, k, None, scale)
+    check_inputs(q, k, None, scale, starts)
     q, k = packed(q), packed(k)
     batch, heads, q_len = q.shape[:3]
     kv_len = k.shape[2]
@@ -72,9 +74,9 @@ def build(
         rows = _sampled_rows(starts, q_len, kv_len, estimator, q.device)
         # A score per column and one per distance, or the statistic of every sampled row.
         kept = 2 if _at_once(rows, estimator) else -(-rows.shape[1] // 64) * 64
-        turn = max(1, _SCORES // (kept * -(-kv_len // 128) * 128))
-        for at in range(0, len(online), turn):
-            _choose_lines(q, k, plans, online[at : at + turn], lengths, starts, scale, rows, estimator, tile, table)
+        chunk = max(1, _SCORES // (kept * -(-kv_len // 128) * 128))
+        for at in range(0, len(online), chunk):
+            _choose_lines(q, k, plans, online[at : at + chunk], lengths, starts, scale, rows, estimator, tile, table)
     blocks, block_count, slots = _choose_blocks(q, k, plans, lengths, starts, scale)
     columns = tuple(
         min(max(plan.vertical, plan.sink), length) if plan.online_slash else len(plan.columns)
@@ -292,16 +294,21 @@ def _choose_blocks(
     for slot, n in enumerate(listed):
         slots[n] = slot
     rows = max((-(-kv_len // plans[n].block_size) for n in listed), default=0)
-    fixed = {n: _fixed_lists(plans[n], lengths[n]) for n in listed if plans[n].blocks}
+    fixed: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
+    for n in listed:
+        if plans[n].blocks:
+            lists = fixed_lists(plans[n].blocks, max(1, -(-lengths[n] // plans[n].block_size)))
+            fixed.setdefault(lists, []).append(slots[n])
     online = [n for n in listed if not plans[n].blocks and plans[n].top_blocks and lengths[n] > 0]
     most = max((min(plans[n].top_blocks, -(-lengths[n] // plans[n].block_size)) for n in online), default=0)
-    most = max([most, *(len(row) for lists in fixed.values() for row in lists)])
+    most = max([most, *(place + 1 for lists in fixed for _, place, _ in lists)])
     blocks = torch.full((len(listed), rows, most), PAD, dtype=torch.int32, device=device)
     count = torch.zeros(len(listed), rows, dtype=torch.int32, device=device)
-    for n, lists in fixed.items():
-        flat = tuple(v for row in lists for v in [*row, *[PAD] * (most - len(row))])
-        blocks[slots[n], : len(lists)] = device_ints(flat, device).view(len(lists), most)
-        count[slots[n], : len(lists)] = device_ints(tuple(len(row) for row in lists), device)
+    for lists, members in fixed.items():
+        row, place, key = device_ints(tuple(v for entry in lists for v in entry), device).view(-1, 3).long().T
+        lines = device_ints(tuple(members), device).long()
+        blocks[lines[:, None], row, place] = key.int()
+        count[lines] = (blocks[lines] < PAD).sum(-1, dtype=torch.int32)
     groups = sorted({(n // heads, plans[n].block_size, plans[n].top_blocks) for n in online})
     for sequence, size, budget in groups:
         members = [
@@ -309,15 +316,6 @@ def _choose_blocks(
         ]
         _top_blocks(q, k, members, slots, starts, sequence, size, budget, scale, blocks, count)
     return blocks, count, tuple(slots)
-
-
-def _fixed_lists(plan: HeadPlan, length: int) -> list[list[int]]:
-    """Ascending key blocks per block row."""
-    lists: list[list[int]] = [[] for _ in range(max(1, -(-length // plan.block_size)))]
-    for row, column in sorted(set(plan.blocks)):
-        if row < len(lists):
-            lists[row].append(column)
-    return lists
 
 
 def _top_blocks(

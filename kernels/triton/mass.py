@@ -1,10 +1,8 @@
-"""Exact sums of attention probability in Triton: maps per tile, columns and distances; and cell counts per tile.
+"""Exact sums of attention probability in Triton: maps per tile; and cell counts per tile.
 
 Two steps, both in a fixed order of additions, so results repeat bit for bit. First one program per (head, pooled
 row, 128 columns) walks the rows of its pooled row and keeps a tile of sums in registers; then the columns of each
-pool are added up. Distances use that a box of 64 rows by 128 columns at a fixed offset holds the same distances
-for every row block: its cells are summed over all row blocks in registers, then along the diagonals once.
-Scratch is linear in the length and bounded; heads and pooled rows are taken in turns that fit it.
+pool are added up. Scratch is linear in the length and bounded; heads and pooled rows go in chunks that fit it.
 """
 
 from __future__ import annotations
@@ -15,34 +13,40 @@ import torch
 import triton
 import triton.language as tl
 
+from headscope.kernels.cells.inputs import check_layout, check_pools, packed
 from headscope.kernels.cells.layout import Layout
-from headscope.kernels.triton import plan as triton_plan
 from headscope.kernels.triton.common import (
     LOG2E,
+    TILES,
+    base2,
     check_inputs,
+    check_lse,
     descriptor,
     device_ints,
-    packed,
     pad_dim,
     precision,
     shared_room,
     stages_within,
     steps_for,
 )
+from headscope.kernels.triton.cover import BAND, COLUMN, COVER_SHIFT, WINDOW, make_cover
 
-_SCRATCH = 2**26
+SCRATCH = 2**26
 """Floats of scratch: 256 MiB."""
+
+_MOST_PROGRAMS = 65_535
+"""Most programs along the second and third axis of a CUDA grid."""
 
 
 @triton.jit
-def _probability(q_d, k, lse_ptr, head, rows, local, q_len, scale, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+def probability(q_d, k, lse_ptr, head, rows, local, q_len, scale, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
     """exp(score - lse) of 64 rows from local row `local` on; rows outside or without a key give 0."""
     q = q_d.load([head, local, 0]).reshape([64, WIDTH])
     place = local + tl.arange(0, 64)
     real = (place >= 0) & (place < q_len)
     lse = tl.load(lse_ptr + head.to(tl.int64) * q_len + place, mask=real, other=float("inf"))
     lse = tl.where(lse > float("-inf"), lse, float("inf"))
-    return tl.math.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - lse[:, None] * 1.4426950408889634)
+    return tl.math.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - lse[:, None] * LOG2E)
 
 
 @triton.jit
@@ -60,16 +64,17 @@ def _inside(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Cells [64, C] of a layout among causal ones, as bool; see `triton_plan` for `cover`."""
+    """Cells [64, C] of a layout among causal ones, as bool; see `cover.py` for `cover`."""
     distance = rows[:, None] - columns[None, :]
     causal = (distance >= 0) & (columns >= 0)[None, :]
-    found = tl.load(cover_ptr + 64 + distance, mask=causal, other=0).to(tl.int32) & 2
+    kept = tl.load(cover_ptr + COVER_SHIFT + distance, mask=causal, other=0).to(tl.int32) & BAND
     if TILE == 128:
         offset = (rows // 64 * 64)[:, None] - columns[None, :]
-        found |= tl.load(cover_ptr + 64 + offset, mask=causal, other=0).to(tl.int32) & 1
+        kept |= tl.load(cover_ptr + COVER_SHIFT + offset, mask=causal, other=0).to(tl.int32) & WINDOW
     newest = tl.max(rows, 0)
-    chosen = tl.load(cover_ptr + 64 + columns, mask=(columns >= 0) & (columns <= newest), other=0).to(tl.int32) & 4
-    found |= chosen[None, :]
+    inside = (columns >= 0) & (columns <= newest)
+    chosen = tl.load(cover_ptr + COVER_SHIFT + columns, mask=inside, other=0).to(tl.int32) & COLUMN
+    kept |= chosen[None, :]
     if BLOCKS:  # noqa: SIM102
         if slot >= 0:
             line = slot.to(tl.int64) * block_rows + tl.minimum(rows // size, block_rows - 1)
@@ -84,8 +89,8 @@ def _inside(
                 low = tl.where(open_ & (listed < key), middle + 1, low)
                 high = tl.where(open_ & (listed >= key), middle, high)
             at = tl.load(blocks_ptr + line[:, None] * block_cap + low, mask=causal & (low < count[:, None]), other=-1)
-            found |= (at == key).to(tl.int32)
-    return (found > 0) & causal
+            kept |= (at == key).to(tl.int32)
+    return (kept > 0) & causal
 
 
 @triton.jit(
@@ -145,7 +150,7 @@ def _rows_kernel(
     COUNT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums over the rows of one pooled row, per column: out [heads of this turn, pooled rows of this turn, span]."""
+    """Sums over the rows of one pooled row, per column: out [heads of this chunk, pooled rows of this chunk, span]."""
     tile = tl.program_id(0)
     pool = first_pool + tl.program_id(1)
     head = first_head + tl.program_id(2)
@@ -188,7 +193,7 @@ def _rows_kernel(
         if COUNT:
             acc += keep.to(tl.float32)
         else:
-            weight = _probability(q_d, k, lse_ptr, head, rows, row - first_row, q_len, scale, WIDTH, PRECISION)
+            weight = probability(q_d, k, lse_ptr, head, rows, row - first_row, q_len, scale, WIDTH, PRECISION)
             acc += tl.where(keep, weight, 0.0)
     line = (tl.program_id(2).to(tl.int64) * pool_rows + tl.program_id(1)) * span
     place = tile * 128 + tl.arange(0, 128)
@@ -197,7 +202,7 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=("span", "width", "pools", "pool_rows", "first_pool", "all_rows", "most"))
 def _columns_kernel(in_ptr, out_ptr, span, width, pools, pool_rows, first_pool, all_rows, most):
-    """Adds up the columns of each pool: out [heads of this turn, all pooled rows, pools], 64 pools a program."""
+    """Adds up the columns of each pool: out [heads of this chunk, all pooled rows, pools], 64 pools a program."""
     pool = tl.program_id(0) * 64 + tl.arange(0, 64)
     row, head = tl.program_id(1), tl.program_id(2)
     low = (pool.to(tl.int64) * width // pools).to(tl.int32)
@@ -210,62 +215,6 @@ def _columns_kernel(in_ptr, out_ptr, span, width, pools, pool_rows, first_pool, 
         acc += tl.load(in_ptr + line + place, mask=(place < high[:, None]) & (pool < pools)[:, None], other=0.0)
     out = (head.to(tl.int64) * all_rows + first_pool + row) * pools + pool
     tl.store(out_ptr + out, tl.sum(acc, 1), mask=pool < pools)
-
-
-@triton.jit(do_not_specialize=("q_len", "kv_len", "heads", "group", "first_head", "boxes"))
-def _diagonals_kernel(
-    q_d,
-    k_d,
-    lse_ptr,
-    out_ptr,
-    starts_ptr,
-    q_len,
-    kv_len,
-    heads,
-    group,
-    scale,
-    first_head,
-    boxes,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Box b (offset 64 + 128 b): its cells summed over all row blocks. out [heads of this turn, boxes, 64, 128]."""
-    box = tl.program_id(0)
-    head = first_head + tl.program_id(1)
-    sequence = head // heads
-    start = tl.load(starts_ptr + sequence)
-    first_row = kv_len - q_len - start
-    length = kv_len - start
-    delta = 64 + 128 * box
-    kv_head = sequence * (heads // group) + head % heads // group
-    lane = tl.arange(0, 64)
-    wide = tl.arange(0, 128)
-    acc = tl.zeros([64, 128], tl.float32)
-    low = tl.maximum(tl.maximum(first_row, 0) // 64, (delta - 64) // 64) * 64
-    for row in range(low, length, 64):
-        rows = row + lane
-        columns = row - delta + wide
-        k = k_d.load([kv_head, start + row - delta, 0]).reshape([128, WIDTH])
-        weight = _probability(q_d, k, lse_ptr, head, rows, row - first_row, q_len, scale, WIDTH, PRECISION)
-        keep = (rows[:, None] >= columns[None, :]) & ((columns >= 0)[None, :] & (rows < length)[:, None])
-        acc += tl.where(keep, weight, 0.0)
-    line = (tl.program_id(1).to(tl.int64) * boxes + box) * 8192
-    tl.store(out_ptr + line + lane[:, None] * 128 + wide[None, :], acc)
-
-
-@triton.jit(do_not_specialize=("boxes", "length"))
-def _along_kernel(in_ptr, out_ptr, boxes, length):
-    """Adds up the cells of equal distance: out [heads of this turn, length], 256 distances a program."""
-    distance = tl.program_id(0) * 256 + tl.arange(0, 256)
-    head = tl.program_id(1).to(tl.int64)
-    acc = tl.zeros([256], tl.float32)
-    for row in range(64):
-        # Row t sees distance d in the box whose column t + 64 + 128 b - d lies in 0 .. 127.
-        box = (distance - row - 64 + 127 + 128) // 128 - 1
-        column = row + 64 + 128 * box - distance
-        real = (box >= 0) & (box < boxes) & (column < 128)
-        acc += tl.load(in_ptr + ((head * boxes + box) * 64 + row) * 128 + column, mask=real, other=0.0)
-    tl.store(out_ptr + head * length + distance, acc, mask=distance < length)
 
 
 @dataclass(frozen=True)
@@ -296,13 +245,20 @@ def pooled(
     shape: tuple[int, int],
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """float32 [B, Hq, shape]: probability per tile of own rows x columns, cut into `shape` pools; see `torch_mass`."""
-    check_inputs(q, k, None, scale)
-    return _pool(packed(q), packed(k), lse, scale, starts, rows, cols, shape, layout)
+    """float32 [B, Hq, shape]: probability per tile of own rows x columns, cut into `shape` pools; see `torch.mass`.
+
+    q and k are copied where they do not lie in one piece. `ValueError` for inputs that do not fit each other or that
+    this path does not serve, and for a layout of a tile other than 128 or 1.
+    """
+    check_inputs(q, k, None, scale, starts)
+    if layout is not None:
+        check_layout(layout, q, k)
+    return _pool(packed(q), packed(k), check_lse(lse, q), scale, starts, rows, cols, shape, layout)
 
 
 def coverage(layout: Layout, rows: tuple[int, int], cols: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """float32 [B, Hq, shape]: how many cells of each tile the layout holds."""
+    """float32 [B, Hq, shape]: how many cells of each tile the layout holds. `ValueError` for spans that `shape` cannot
+    cut."""
     device = layout.device
     q = torch.empty(layout.batch, layout.heads, layout.q_len, 16, dtype=torch.float16, device=device)
     k = torch.empty(layout.batch, 1, layout.kv_len, 16, dtype=torch.float16, device=device)
@@ -322,21 +278,24 @@ def _pool(
     layout: Layout | None,
     count: bool = False,
 ) -> torch.Tensor:
+    check_pools(rows, cols, shape, k.shape[2])
+    if layout is not None and layout.tile not in TILES:
+        raise ValueError(f"impl='triton' serves tile 128 or 1, got tile = {layout.tile}")
     batch, heads, q_len, head_dim = q.shape
     kv_len, width = k.shape[2], pad_dim(head_dim)
     out = torch.empty(batch, heads, *shape, dtype=torch.float32, device=q.device)
     tiles = -(-(cols[1] - cols[0]) // 128)
     span = tiles * 128
-    pool_turn = max(1, min(shape[0], _SCRATCH // span))
-    head_turn = max(1, min(batch * heads, _SCRATCH // (span * pool_turn)))
-    scratch = torch.empty(head_turn, pool_turn, span, dtype=torch.float32, device=q.device)
+    pool_chunk = max(1, min(shape[0], SCRATCH // span, _MOST_PROGRAMS))
+    head_chunk = max(1, min(batch * heads, SCRATCH // (span * pool_chunk), _MOST_PROGRAMS))
+    scratch = torch.empty(head_chunk, pool_chunk, span, dtype=torch.float32, device=q.device)
     most = max(1, -(-(cols[1] - cols[0]) // shape[1]) + 1)
-    cells = _cell_tables(layout, batch * heads, q.device)
+    cells = CellTables(layout, batch * heads, q.device)
     q_d, k_d = descriptor(q, 64, width), descriptor(k, 128, width)
-    lse, use = lse.contiguous(), launch_for(width, q.element_size(), shared_room(q.device))
-    for head in range(0, batch * heads, head_turn):
-        for pool in range(0, shape[0], pool_turn):
-            n_heads, n_pools = min(head_turn, batch * heads - head), min(pool_turn, shape[0] - pool)
+    use = launch_for(width, q.element_size(), shared_room(q.device))
+    for head in range(0, batch * heads, head_chunk):
+        for pool in range(0, shape[0], pool_chunk):
+            n_heads, n_pools = min(head_chunk, batch * heads - head), min(pool_chunk, shape[0] - pool)
             _rows_kernel[(tiles, n_pools, n_heads)](
                 q_d,
                 k_d,
@@ -348,7 +307,7 @@ def _pool(
                 kv_len,
                 heads,
                 heads // k.shape[1],
-                scale * LOG2E,
+                base2(scale),
                 head,
                 pool,
                 rows[0],
@@ -356,7 +315,7 @@ def _pool(
                 shape[0],
                 cols[0],
                 cols[1],
-                pool_turn,
+                pool_chunk,
                 span,
                 *cells.sizes,
                 WIDTH=width,
@@ -374,7 +333,7 @@ def _pool(
                 span,
                 cols[1] - cols[0],
                 shape[1],
-                pool_turn,
+                pool_chunk,
                 pool,
                 shape[0],
                 most,
@@ -383,7 +342,7 @@ def _pool(
     return out
 
 
-class _cell_tables:
+class CellTables:
     """Kernel arguments that say which cells a layout holds; empty tables without one."""
 
     def __init__(self, layout: Layout | None, count: int, device: torch.device) -> None:
@@ -393,7 +352,7 @@ class _cell_tables:
             self.pointers = (none, none, none, device_ints(slots, device), device_ints(sizes, device))
             self.sizes, self.blocks = (0, 0, 0, 0), False
             return
-        cover = triton_plan.make_cover(layout)
+        cover = make_cover(layout)
         self.blocks = layout.blocks.numel() > 0
         self.pointers = (
             cover,
@@ -405,52 +364,14 @@ class _cell_tables:
         self.sizes = (cover.shape[1], layout.blocks.shape[1], layout.blocks.shape[2], steps_for(layout.blocks.shape[2]))
 
 
-def sums(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, starts: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probability per own column and per distance over all rows: two float32 [B, Hq, T]."""
-    check_inputs(q, k, None, scale)
-    q, k, lse = packed(q), packed(k), lse.contiguous()
-    batch, heads, q_len, head_dim = q.shape
-    kv_len, width = k.shape[2], pad_dim(head_dim)
-    columns = _column_sums(q, k, lse, scale, starts)
-    distances = torch.empty(batch * heads, kv_len, dtype=torch.float32, device=q.device)
-    boxes = -(-(kv_len + 63) // 128)
-    turn = max(1, min(batch * heads, _SCRATCH // (boxes * 8192)))
-    scratch = torch.empty(turn, boxes, 64, 128, dtype=torch.float32, device=q.device)
-    use = launch_for(width, q.element_size(), shared_room(q.device))
-    for head in range(0, batch * heads, turn):
-        count = min(turn, batch * heads - head)
-        _diagonals_kernel[(boxes, count)](
-            descriptor(q, 64, width),
-            descriptor(k, 128, width),
-            lse,
-            scratch,
-            device_ints(starts, q.device),
-            q_len,
-            kv_len,
-            heads,
-            heads // k.shape[1],
-            scale * LOG2E,
-            head,
-            boxes,
-            WIDTH=width,
-            PRECISION=precision(q.dtype),
-            num_warps=use.warps,
-            num_stages=use.diagonals,
-        )
-        _along_kernel[(-(-kv_len // 256), count)](scratch, distances[head:], boxes, kv_len, num_warps=4)
-    return columns, distances.view(batch, heads, kv_len)
-
-
-def _column_sums(
+def column_sums(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, starts: tuple[int, ...]
 ) -> torch.Tensor:
     """float32 [B, Hq, T]: the first step of `pooled` with one pooled row that holds every row."""
     batch, heads, q_len, head_dim = q.shape
     kv_len, width = k.shape[2], pad_dim(head_dim)
     out = torch.empty(batch, heads, kv_len, dtype=torch.float32, device=q.device)
-    cells, use = _cell_tables(None, batch * heads, q.device), launch_for(width, q.element_size(), shared_room(q.device))
+    cells, use = CellTables(None, batch * heads, q.device), launch_for(width, q.element_size(), shared_room(q.device))
     _rows_kernel[(-(-kv_len // 128), 1, batch * heads)](
         descriptor(q, 64, width),
         descriptor(k, 128, width),
@@ -462,7 +383,7 @@ def _column_sums(
         kv_len,
         heads,
         heads // k.shape[1],
-        scale * LOG2E,
+        base2(scale),
         0,
         0,
         0,

@@ -5,12 +5,11 @@ block at own position `r0` (a multiple of 64), the columns `r0 - delta .. r0 - d
 the same for every row block, since distances are. Two lists per head:
 
 - `full`: offsets of boxes whose cells all belong to the head, ascending. A kernel masks only columns `< 0`.
-- `edge`: `(delta, lo, hi, check)`. The cell `(i, j)` of the box belongs when `lo <= i - j <= hi`, and, where
-  `check` is 1, when no window (no distance, for `tile` 1) already covers it.
+- `edge`: `(delta, lo, hi, after)`. The cell `(i, j)` of the box belongs when `lo <= i - j <= hi`, and, where
+  `after` is AFTER_WINDOWS, when no window (no distance, for `tile` 1) already covers it.
 
 Boxes of one head share no cell that belongs to both. `counts` says, per row block, how many entries matter.
-`cover` is a byte per head and offset that tells which columns and block cells are covered already, so that
-columns and blocks, which come after the boxes, count no cell twice.
+Columns and blocks come after the boxes and count no cell twice: see `cover`.
 
 Every list has the capacity that shapes known on the host bound; nothing is dropped.
 """
@@ -24,24 +23,31 @@ import triton
 import triton.language as tl
 
 from headscope.kernels.cells.layout import Layout
-from headscope.kernels.triton.common import BOX_COLUMNS, BOX_ROWS, PADDING, count_below, device_ints, pad_dim, steps_for
+from headscope.kernels.triton.common import (
+    BOX_COLUMNS,
+    PADDING,
+    TILES,
+    check_contiguous,
+    count_below,
+    device_ints,
+    pad_dim,
+    row_blocks,
+    steps_for,
+)
+from headscope.kernels.triton.cover import make_cover
 
-COVER_SHIFT = 64
-"""`cover[n, COVER_SHIFT + x]` speaks of offset `x`, from `-64` on."""
-
-WINDOW, BAND, COLUMN, BAND_ALL, BAND_ANY = 1, 2, 4, 8, 16
-"""Bits of `cover` at offset x: a window covers `r0 - j = x`; a band covers the distance x; position x is a chosen
-column; a band covers all, or any, of the distances `x .. x + 63`. With tile 1 windows count as bands too."""
+# How many of the lists before a list, in their order, may hold its cells already. Compile-time constants of kernels.
+AFTER_NOTHING, AFTER_WINDOWS, AFTER_BANDS, AFTER_COLUMNS = (tl.constexpr(lists) for lists in range(4))
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchTables:
     """Device-side lists of `N` heads and `G` row blocks of 64 rows. All int32 but `cover` (uint8).
 
-    full [N, F], edge [N, E, 4] (delta, lo, hi, check),
+    full [N, F], edge [N, E, 4] (delta, lo, hi, after),
     counts [N, G, 4]: entries of `full` with every column >= 0; entries of `full` with any column >= 0; entries of
     `edge` to visit; entries of `columns` below the block's last row, for the row block at own position 64 g,
-    cover [N, 64 + T + 128], or [N, 0] where nothing can overlap.
+    cover [N, 64 + T + 128] (see `cover.py`), or [N, 0] where nothing can overlap.
     """
 
     full: torch.Tensor
@@ -85,11 +91,11 @@ def _boxes_kernel(
             delta = tl.load(windows_ptr + place, mask=place < windows, other=big)
             near = delta < 127
             n_near = tl.sum((near & (place < windows)).to(tl.int32), 0)
-            _store_edge(edge_ptr, n_edge + tl.arange(0, 256), delta, delta * 0, delta * 0 + big, 0, near)
+            _store_edge(edge_ptr, n_edge + tl.arange(0, 256), delta, delta * 0, delta * 0 + big, AFTER_NOTHING, near)
             tl.store(full_ptr + n_full + tl.arange(0, 256) - n_near, delta, mask=(place < windows) & (near == 0))
             n_edge += n_near
             n_full += tl.minimum(windows - at, 256) - n_near
-    check = (windows > 0).to(tl.int32)
+    after = (windows > 0).to(tl.int32) * AFTER_WINDOWS
     lane = tl.arange(0, 64)
     step = tl.arange(0, 16)
     for at in range(0, bands, 64):
@@ -103,7 +109,7 @@ def _boxes_kernel(
         boxes = tl.where(real, 1 + tl.maximum(last - lo - 64 + 127, 0) // 128, 0)
         # Box number b has offset lo + 64 + 128 b: the first is cut by lo; those beyond hi - 63 are cut by hi.
         inner = tl.minimum(tl.maximum(tl.where(hi - 127 >= lo, (hi - 127 - lo) // 128 + 1, 0), 1), boxes) - 1
-        inner = tl.where(real & (check == 0), inner, 0)
+        inner = tl.where(real & (after == AFTER_NOTHING), inner, 0)
         outer = boxes - inner
         f_at = n_full + tl.cumsum(inner, 0) - inner
         e_at = n_edge + tl.cumsum(outer, 0) - outer
@@ -115,25 +121,25 @@ def _boxes_kernel(
         most_outer = tl.max(outer, 0)
         for b in range(0, most_outer):
             number = tl.where(b == 0, 0, inner + b)
-            _store_edge(edge_ptr, e_at + b, lo + 64 + 128 * number, lo, hi, check, b < outer)
+            _store_edge(edge_ptr, e_at + b, lo + 64 + 128 * number, lo, hi, after, b < outer)
         n_full += tl.sum(inner, 0)
         n_edge += tl.sum(outer, 0)
     if TILE == 1:
         for at in range(0, windows, 256):
             place = at + tl.arange(0, 256)
             delta = tl.load(windows_ptr + place, mask=place < windows, other=big)
-            _store_edge(edge_ptr, n_edge + tl.arange(0, 256), delta + 64, delta, delta, 0, place < windows)
+            _store_edge(edge_ptr, n_edge + tl.arange(0, 256), delta + 64, delta, delta, AFTER_NOTHING, place < windows)
             n_edge += tl.minimum(windows - at, 256)
     tl.store(sizes_ptr + head * 2, n_full)
     tl.store(sizes_ptr + head * 2 + 1, n_edge)
 
 
 @triton.jit
-def _store_edge(edge_ptr, place, delta, lo, hi, check, mask):
+def _store_edge(edge_ptr, place, delta, lo, hi, after, mask):
     tl.store(edge_ptr + place * 4, delta, mask=mask)
     tl.store(edge_ptr + place * 4 + 1, lo, mask=mask)
     tl.store(edge_ptr + place * 4 + 2, hi, mask=mask)
-    tl.store(edge_ptr + place * 4 + 3, lo * 0 + check, mask=mask)
+    tl.store(edge_ptr + place * 4 + 3, lo * 0 + after, mask=mask)
 
 
 @triton.jit(
@@ -179,59 +185,6 @@ def _counts_kernel(
     tl.store(out + 3, columns, mask=real)
 
 
-@triton.jit(
-    do_not_specialize=("windows_cap", "bands_cap", "columns_cap", "size", "window_steps", "band_steps", "column_steps")
-)
-def _cover_kernel(
-    windows_ptr,
-    window_count_ptr,
-    bands_ptr,
-    band_count_ptr,
-    columns_ptr,
-    column_count_ptr,
-    cover_ptr,
-    windows_cap,
-    bands_cap,
-    columns_cap,
-    size,
-    window_steps,
-    band_steps,
-    column_steps,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The byte table `cover`, 1,024 offsets a program."""
-    head = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = place - 64
-    flags = x * 0
-    windows = tl.load(window_count_ptr + head)
-    if windows > 0:
-        base = windows_ptr + head * windows_cap
-        at = count_below(base, windows, x, window_steps, 1)
-        delta = tl.load(base + at, mask=at < windows, other=PADDING)
-        covered = delta - (TILE - 1) <= x
-        flags |= covered.to(tl.int32) * (3 if TILE == 1 else 1)
-        if TILE == 1:
-            flags |= (delta <= x + 63).to(tl.int32) * 16
-    bands = tl.load(band_count_ptr + head)
-    if bands > 0:
-        base = bands_ptr + head * bands_cap * 2
-        after = count_below(base, bands, x + 1, band_steps, 2) - 1
-        hi = tl.load(base + after * 2 + 1, mask=after >= 0, other=-1)
-        flags |= (hi >= x).to(tl.int32) * 2 * (after >= 0).to(tl.int32)
-        flags |= (hi >= x + 63).to(tl.int32) * 8 * (after >= 0).to(tl.int32)
-        late = count_below(base, bands, x + 64, band_steps, 2) - 1
-        hi = tl.load(base + late * 2 + 1, mask=late >= 0, other=-1)
-        flags |= (hi >= x).to(tl.int32) * 16 * (late >= 0).to(tl.int32)
-    columns = tl.load(column_count_ptr + head)
-    if columns > 0:
-        base = columns_ptr + head * columns_cap
-        at = count_below(base, columns, x, column_steps, 1)
-        flags |= (tl.load(base + at, mask=at < columns, other=-1) == x).to(tl.int32) * 4
-    tl.store(cover_ptr + head * size + place, flags.to(tl.uint8), mask=place < size)
-
-
 @triton.jit(do_not_specialize=("kv_len", "columns_cap", "heads", "group"))
 def _compact_kernel(
     k_ptr,
@@ -266,55 +219,10 @@ def _compact_kernel(
     tl.store(vc_ptr + target, tl.load(v_ptr + source, mask=some, other=0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=("size", "columns_cap", "words", "row_blocks"))
-def _keep_kernel(
-    cover_ptr,
-    columns_ptr,
-    column_count_ptr,
-    some_ptr,
-    whole_ptr,
-    size,
-    columns_cap,
-    words,
-    row_blocks,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Keep bits of `WORDS` words of one head for 8 row blocks."""
-    head = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(2) * WORDS * 32 + tl.arange(0, WORDS * 32)
-    column = tl.load(columns_ptr + head * columns_cap + place, mask=place < columns_cap, other=PADDING)
-    column = tl.where(place < tl.load(column_count_ptr + head), column, PADDING)
-    word = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    bit = 1 << (place & 31)
-    for step in range(8):
-        block = tl.program_id(0) * 8 + step
-        if block < row_blocks:
-            x = block * 64 - column
-            flags = tl.load(cover_ptr + head * size + 64 + x, mask=x >= -63, other=8).to(tl.int32)
-            taken = (flags & 8) > 0
-            if TILE == 128:
-                taken = taken | ((flags & 1) > 0)
-            some = (taken == 0) & (x >= -63)
-            out = (head * row_blocks + block) * words + word
-            tl.store(some_ptr + out, tl.sum(tl.reshape(tl.where(some, bit, 0), [WORDS, 32]), 1), mask=word < words)
-            if WHOLE:
-                whole = some & ((flags & 16) == 0) & (x >= 0)
-                tl.store(
-                    whole_ptr + out, tl.sum(tl.reshape(tl.where(whole, bit, 0), [WORDS, 32]), 1), mask=word < words
-                )
-
-
 def lengths(layout: Layout) -> torch.Tensor:
     """int32 [N]: real keys of each head's sequence."""
     per_head = tuple(layout.length(sequence) for sequence in range(layout.batch) for _ in range(layout.heads))
     return device_ints(per_head, layout.device)
-
-
-def row_blocks(layout: Layout) -> int:
-    """Row blocks of 64 rows from own position 0 to the longest sequence's end."""
-    return max(1, -(-layout.kv_len // BOX_ROWS))
 
 
 def overlaps(layout: Layout) -> bool:
@@ -323,12 +231,12 @@ def overlaps(layout: Layout) -> bool:
     return layout.columns.shape[1] > 0 or sum((*kinds, layout.blocks.numel() > 0)) > 1
 
 
-def make_plan(layout: Layout) -> Plan:
+def make_tables(layout: Layout) -> LaunchTables:
     """The lists of a layout (tile 128 or 1). Device work only: five launches at most, no sync.
 
     Raises `ValueError` for another tile.
     """
-    if layout.tile not in (1, BOX_COLUMNS):
+    if layout.tile not in TILES:
         raise ValueError(f"the Triton and Gluon kernels serve tile 128 or 1, got tile = {layout.tile}")
     device, count = layout.device, layout.windows.shape[0]
     blocks = row_blocks(layout)
@@ -377,38 +285,15 @@ def make_plan(layout: Layout) -> Plan:
         TILE=layout.tile,
         num_warps=2,
     )
-    return Plan(full=full, edge=edge, counts=counts, cover=cover)
-
-
-def make_cover(layout: Layout) -> torch.Tensor:
-    """uint8 [N, 64 + T + 128]: the table `cover`, also where nothing overlaps."""
-    count, size = layout.windows.shape[0], COVER_SHIFT + layout.kv_len + BOX_COLUMNS
-    windows_cap, bands_cap, columns_cap = layout.windows.shape[1], layout.bands.shape[1], layout.columns.shape[1]
-    cover = torch.empty(count, size, dtype=torch.uint8, device=layout.device)
-    _cover_kernel[(-(-size // 1024), count)](
-        layout.windows,
-        layout.window_count,
-        layout.bands,
-        layout.band_count,
-        layout.columns,
-        layout.column_count,
-        cover,
-        windows_cap,
-        bands_cap,
-        columns_cap,
-        size,
-        steps_for(windows_cap),
-        steps_for(bands_cap),
-        steps_for(columns_cap),
-        TILE=layout.tile,
-        BLOCK=1024,
-        num_warps=4,
-    )
-    return cover
+    return LaunchTables(full=full, edge=edge, counts=counts, cover=cover)
 
 
 def compact(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """K' and V' [N, C, D]: each head's chosen columns in one piece, zeros after the last. k/v contiguous."""
+    """K' and V' [N, C, D]: each head's chosen columns side by side, zeros after the last.
+
+    `ValueError` where k or v is not contiguous.
+    """
+    check_contiguous(k=k, v=v)
     head_dim, columns_cap = k.shape[-1], layout.columns.shape[1]
     shape = (layout.columns.shape[0], columns_cap, head_dim)
     keys, values = k.new_empty(shape), v.new_empty(shape)
@@ -431,51 +316,3 @@ def compact(k: torch.Tensor, v: torch.Tensor, layout: Layout) -> tuple[torch.Ten
             num_warps=4,
         )
     return keys, values
-
-
-def keep_bits(layout: Layout, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which columns the boxes leave to each row block, as bits: int32 words [N, G, ceil(C / 32)], twice.
-
-    Bit `c % 32` of word `c // 32`: in the first, some row of the block may read column `c` and the boxes do not
-    cover it for all of them; in the second, every row may and no box covers any of it. Where they differ, a kernel
-    decides cell by cell: with `x = i - j`, the cell stays if `x >= 0` and neither `cover[r0 - j] & WINDOW`
-    (tile 128) nor `cover[x] & BAND`.
-    """
-    words = -(-layout.columns.shape[1] // 32)
-    some, whole = _words(layout, plan, words), _words(layout, plan, words)
-    _keep(layout, plan, some, whole)
-    return some, whole
-
-
-def column_bits(layout: Layout, plan: Plan) -> torch.Tensor:
-    """The first words of `keep_bits` alone, an even number per row block, 0 beyond a head's columns.
-
-    In a head with a diagonal window and without bands (`edge[n, 0, 0] == 64`) they are exact for every row.
-    """
-    some = _words(layout, plan, -(-layout.columns.shape[1] // 64) * 2)
-    _keep(layout, plan, some, None)
-    return some
-
-
-def _words(layout: Layout, plan: Plan, words: int) -> torch.Tensor:
-    return torch.empty(*plan.counts.shape[:2], words, dtype=torch.int32, device=layout.device)
-
-
-def _keep(layout: Layout, plan: Plan, some: torch.Tensor, whole: torch.Tensor | None) -> None:
-    count, blocks, words = some.shape
-    if words:
-        _keep_kernel[(-(-blocks // 8), count, -(-words // 32))](
-            plan.cover,
-            layout.columns,
-            layout.column_count,
-            some,
-            some if whole is None else whole,
-            plan.cover.shape[1],
-            layout.columns.shape[1],
-            words,
-            blocks,
-            TILE=layout.tile,
-            WORDS=32,
-            WHOLE=whole is not None,
-            num_warps=4,
-        )

@@ -1,6 +1,6 @@
 """Pools that the online index scores in Triton: mean queries and keys of blocks, masses of windows of distances.
 
-Sums run in float32 in a fixed order. See `torch_index` for the meaning.
+Sums run in float32 in a fixed order. See `torch.index` for the meaning.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headscope.kernels.triton.common import pad_dim
+from headscope.kernels.triton.common import check_contiguous, pad_dim
 
 
 @triton.jit(do_not_specialize=("span", "count"))
@@ -66,7 +66,11 @@ def _means_kernel(
 
 
 def window_mass(score: torch.Tensor, lines: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """float32 [len(lines), count]: mass of grid window m (offset 64 + 128 m) of the given lines of `score`."""
+    """float32 [len(lines), count]: mass of grid window m (offset 64 + 128 m) of the given lines of `score`.
+
+    `ValueError` for a tensor that does not lie in one piece.
+    """
+    check_contiguous(score=score, lines=lines, lengths=lengths)
     out = torch.empty(lines.shape[0], count, dtype=torch.float32, device=score.device)
     _window_mass_kernel[(-(-count // 16), lines.shape[0])](
         score, lines, lengths, out, score.shape[1], count, num_warps=4
@@ -77,10 +81,12 @@ def window_mass(score: torch.Tensor, lines: torch.Tensor, lengths: torch.Tensor,
 def block_means(
     x: torch.Tensor, pairs: torch.Tensor, starts: torch.Tensor, kv_len: int, blocks: int, size: int
 ) -> torch.Tensor:
-    """float32 [lines, blocks, D]: means of blocks of `size` own positions. x [B, H, n, D] contiguous.
+    """float32 [lines, blocks, D]: means of blocks of `size` own positions. x [B, H, n, D].
 
-    `pairs` int32 [lines, 2]: the head among B * H, and its sequence.
+    `pairs` int32 [lines, 2]: the head among B * H, and its sequence. `ValueError` for a tensor that does not lie in one
+    piece.
     """
+    check_contiguous(x=x, pairs=pairs, starts=starts)
     head_dim = x.shape[-1]
     out = torch.empty(pairs.shape[0], blocks, head_dim, dtype=torch.float32, device=x.device)
     _means_kernel[(blocks, pairs.shape[0])](

@@ -2,8 +2,8 @@
 
 One program takes one row of scores and writes the ascending list of what it chose. The cut, the score of the last
 block that the budget reaches, is found by counting how many scores reach a bound and halving; scores equal to it are
-taken in order of position, as in `torch_index`. Bounds are halved as ordered integers, scores are compared as floats.
-Scores that are no number count as -inf.
+taken in order of position, as in `torch.index`. Bounds are halved as ordered integers, scores are compared as floats.
+NaN counts as -inf.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headscope.kernels.triton.common import ordered_key, value_of_key
+from headscope.kernels.triton.common import check_contiguous, ordered_key, value_of_key
 
 _HELD = 16384
 """Scores of a row that are held in registers, 64 a thread; those beyond are read anew for each bound."""
@@ -23,14 +23,14 @@ _FEWEST = 1024
 """Scores held at least, so that few sizes are compiled."""
 
 REGISTERS = 128
-"""Registers a thread at most, for 16 warps on a multiprocessor."""
+"""Registers a thread at most, for 16 warps on an SM."""
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
 def _scores(base, at, row, scale, BLOCK: tl.constexpr):
-    """float32 [BLOCK] scores from block `at` on: -inf where they are no number, and from the diagonal on."""
+    """float32 [BLOCK] scores from block `at` on: -inf where they are NaN, and from the diagonal on."""
     place = at + tl.arange(0, BLOCK)
     # Read up to a multiple of 16, so that a load takes several.
     score = tl.load(base + place, mask=place < (row + 15) // 16 * 16) * scale
@@ -160,8 +160,10 @@ def choose(
 
     score [lines, rows, columns] float32, before the scale: row `first + r` against every block before it, so
     `columns >= first + rows - 1`. blocks int32 [NB, block rows, K] with K >= min(budget, row + 1); what lies beyond
-    a row's count is left alone. Raises `ValueError` where rows of scores are not laid out in steps of 16.
+    a row's count is left alone. `ValueError` where rows of scores are not laid out in steps of 16, or another tensor
+    does not lie in one piece.
     """
+    check_contiguous(slots=slots, blocks=blocks, count=count)
     lines, rows, columns = score.shape
     if not score.is_contiguous() or columns % 16 or score.data_ptr() % 16:
         raise ValueError(f"scores must be contiguous in rows of a multiple of 16, got {tuple(score.shape)}")

@@ -10,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from headscope.kernels.triton.common import check_contiguous
+
 CHUNK = 2048
 
 NEVER = tl.constexpr(-(2**30))
 GAP = tl.constexpr(192)
-"""Distances this far apart lie in different runs: a run's windows start at its first distance (`torch_index`)."""
+"""Distances this far apart lie in different runs: a run's windows start at its first distance (`torch.index`)."""
 
 
 @triton.jit
@@ -178,7 +180,12 @@ def write(
     window_count: torch.Tensor,
 ) -> None:
     """Lists the distances marked in `flags` uint8 [lines, n] below `lengths` [lines]: line `l` goes to row `rows[l]`
-    of `bands` [N, Bn, 2] and its count, and unless `windows` is None also of `windows` [N, Wn] and its count."""
+    of `bands` [N, Bn, 2] and its count, and unless `windows` is None also of `windows` [N, Wn] and its count.
+
+    `ValueError` for a tensor that does not lie in one piece.
+    """
+    check_contiguous(flags=flags, lengths=lengths, rows=rows)
+    check_contiguous(bands=bands, band_count=band_count, windows=windows, window_count=window_count)
     lines, size = flags.shape
     chunks = max(1, -(-size // CHUNK))
     constants = {"CHUNK": CHUNK, "CHUNKS": max(16, triton.next_power_of_2(chunks)), "num_warps": 8}

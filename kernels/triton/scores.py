@@ -3,7 +3,7 @@
 Sums run in float32 in a fixed order. Two passes over K: the sampled rows' log-sum-exp (or mean logit), then the
 statistic itself, added up per column at once. Where the sampled rows follow one another, its tiles are added up along
 their diagonals on the spot; else it is kept for the sampled rows (`[heads, rows, n]`, linear in the length) and a
-third kernel adds it up. See `torch_index` for the meaning.
+third kernel adds it up. See `torch.index` for the meaning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headscope.kernels.triton.common import (
     BARRIERS,
-    FLOOR,
-    LOG2E,
+    SOFTMAX_FLOOR,
+    base2,
     capability,
+    check_contiguous,
     descriptor,
     pad_dim,
     precision,
@@ -78,7 +79,7 @@ def _norm_kernel(
     start = tl.load(starts_ptr + sequence)
     row, q = _sampled(q_ptr, rows_ptr, sequence, head, kv_len - q_len - start, chunk * 64, rows_cap, q_len, D, WIDTH)
     kv_head = sequence * (heads // group) + head % heads // group
-    top = tl.full([64], FLOOR, tl.float32)
+    top = tl.full([64], SOFTMAX_FLOOR, tl.float32)
     total = tl.zeros([64], tl.float32)
     last = tl.minimum((split + 1) * per_split, tl.max(row, 0) // 128 + 1)
     oldest = tl.min(row, 0)
@@ -201,9 +202,17 @@ def _tail_kernel(
 ):
     """Scores per column and per distance of up to 64 sampled rows that follow one another.
 
-    With the tile's first column c and the first row R, row i turned by i puts the cells of distance R - c - 127 + u
-    in place u (cells with i <= u) and those of distance R - c + 1 + u (cells with i > u). The latter share their
-    distances with the former of the tile before, so a program looks at one tile more than its own.
+    Row i of a tile is reversed and turned by i, so that cells of one distance stand in one place u. Which column is
+    read, for 4 columns instead of 128 (c is the tile's first column, R the first row):
+
+        place u     0    1    2    3
+        row 0       3    2    1    0         right of the bar (i <= u): distance R - c - 3 + u
+        row 1       0 |  3    2    1         left of it       (i > u):  distance R - c + 1 + u
+        row 2       1    0 |  3    2
+        row 3       2    1    0 |  3
+
+    Those left of the bar share their distances with those right of the bar in the tile before, so a program looks at
+    one tile more than its own.
     """
     slot = tl.program_id(0)
     head = tl.load(heads_ptr + slot)
@@ -216,12 +225,17 @@ def _tail_kernel(
     first = tl.program_id(1) * per_program
     last = tl.minimum(first + per_program, tiles)
     place = tl.arange(0, 128)
-    # Lanes and registers of one thread hold 8 places of 4 rows each, so that no two lanes meet in a memory bank.
+    # The turn is a gather through shared memory. Lanes and registers hold 8 places of 4 rows each, so that no two lanes
+    # meet in a memory bank. What the bits of `entry` say of the row i and the place u that it reads for:
+    #
+    #     bit   12 | 11 10 9 8 | 7 6 5  |  4 3  | 2 1 0
+    #     of    u6 |  i5 .. i2 | u5..u3 | i1 i0 | u2..u0
     entry = tl.arange(0, 8192)
     step = (entry >> 8 & 15) * 4 + (entry >> 3 & 3)
     spot = (entry >> 12) * 64 + (entry >> 5 & 7) * 8 + (entry & 7)
-    turn = step + 127 - spot & 127
-    turn = (turn >> 3) * 512 + step * 8 + (turn & 7)
+    column_of = step + 127 - spot & 127
+    # The tile lies in pieces of 8 columns, each with all rows.
+    source = (column_of >> 3) * 512 + step * 8 + (column_of & 7)
     line = slot.to(tl.int64) * span
     before = tl.zeros([128], tl.float32)
     for tile in tl.range(first, last + 1, num_stages=STAGES):
@@ -229,7 +243,7 @@ def _tail_kernel(
         k = k_d.load([kv_head, start + tile * 128, 0]).reshape([128, WIDTH])
         weight = _statistic(row, q, k, norm, tile * 128, scale, LOGIT, PRECISION)
         tl.store(column_ptr + line + columns, _per_column(row, weight, BY_MAX), mask=columns < last * 128)
-        turned = tl.gather(weight.reshape(64, 16, 8).permute(1, 0, 2).reshape(8192), turn, 0)
+        turned = tl.gather(weight.reshape(64, 16, 8).permute(1, 0, 2).reshape(8192), source, 0)
         beyond = _over_rows(tl.where(step > spot, turned, 0.0).reshape(2, 16, 8, 4, 8), False)
         distance = oldest - tile * 128 + 1 + place
         own = (distance >= 0) & (distance < span) & ((tile > first) | (first == 0))
@@ -257,7 +271,12 @@ def _statistic(row, q, k, norm, column, scale, LOGIT: tl.constexpr, PRECISION: t
 
 @triton.jit
 def _over_rows(spread, BY_MAX: tl.constexpr):
-    """Sum or maximum [128] of [2, rows / 4, 8, 4, 8]: places of 64, 8 and 1, rows of 4 (one thread's) and 1 (lanes)."""
+    """Sum or maximum [128] over the rows of an array in the order of the gathers here: [2, rows / 4, 8, 4, 8].
+
+    place   u6          u5 u4 u3         u2 u1 u0
+    row         i5..i2            i1 i0
+                ^ within a thread  ^ over lanes
+    """
     if BY_MAX:
         return tl.max(tl.max(spread, 1), 2).reshape(128)
     else:
@@ -266,8 +285,16 @@ def _over_rows(spread, BY_MAX: tl.constexpr):
 
 @triton.jit
 def _per_column(row, weight, BY_MAX: tl.constexpr):
-    """Sum or maximum [128] over the rows. Rows 8 apart lie in one thread of the product; the rest passes through shared
-    memory, without two lanes in one bank, since a reduction over lanes would take several times the instructions."""
+    """Sum or maximum [128] over the rows. Rows 8 apart lie in one thread of the MMA's result:
+
+        reshape(4, 2, 8, 128)     i5 i4 | i3 | i2 i1 i0 | column      over i3, within a thread
+
+    The rest passes through shared memory, without two lanes in one bank, since a reduction over lanes would take
+    several times the instructions. What the bits of `entry` say of the row i and the column c that it reads:
+
+        bit   11 | 10 9  |  8 | 7 6 5  |  4 3  | 2 1 0
+        of    c6 | i5 i4 | i2 | c5..c3 | i1 i0 | c2..c0
+    """
     if BY_MAX:
         weight = tl.where((row >= 0)[:, None], weight, float("-inf"))
         part = tl.max(weight.reshape(4, 2, 8, 128), 1)
@@ -328,8 +355,8 @@ def _distances_kernel(
 
 
 def warps_for(generation: int) -> int:
-    """Warps of the passes over K: where products do not take their operands from shared memory, as from Hopper on,
-    eight have too few registers each."""
+    """Warps of the passes over K: where an MMA does not take its operands from shared memory, as it does from Hopper
+    on, eight have too few registers each."""
     return 8 if generation >= 90 else 4
 
 
@@ -349,7 +376,7 @@ def stages_for(width: int, element_size: int, room: int) -> Stages:
 
 
 def room_for_float32(width: int) -> int:
-    """Bytes of shared memory that products of float32 heads up to 128 take at most, with one stage: those of the second
+    """Bytes of shared memory that the MMAs of float32 heads up to 128 take at most, with one stage: those of the second
     pass over K in pieces of 64 rows, which hold two tiles of queries."""
     return 4 * width * (64 + 64 + 128) + _TILE_BYTES + BARRIERS
 
@@ -412,7 +439,11 @@ def norms(
     scale: float,
     logit: bool,
 ) -> Sampled:
-    """The sampled rows with their log-sum-exps (or sums of logits), from a first pass over K."""
+    """The sampled rows with their log-sum-exps (or sums of logits), from a first pass over K.
+
+    q [B, Hq, S, D], k [B, Hkv, T, D]. `ValueError` for a tensor that does not lie in one piece.
+    """
+    check_contiguous(q=q, k=k, heads=heads, rows=rows, starts=starts)
     lines, kv_len = heads.shape[0], k.shape[2]
     tiles, chunks = -(-kv_len // 128), -(-rows.shape[1] // 64)
     splits = min(SPLITS, triton.next_power_of_2(tiles))
@@ -427,7 +458,7 @@ def norms(
         torch.empty_like(top),
         kv_len,
         q.shape[1] // k.shape[1],
-        scale if logit else scale * LOG2E,
+        scale if logit else base2(scale),
         logit,
     )
     _norm_kernel[(lines, splits, chunks)](

@@ -1,8 +1,8 @@
 """Listing what was chosen of many scores, in Triton: exact budgets, ties by position.
 
-Scores above their cut, the k-th best (`triton_cut`), are in; those equal to it are taken in order of position until
+Scores above their cut, the k-th best (`cut`), are in; those equal to it are taken in order of position until
 the budget is met. Lists are written in ascending order by two launches, counts per chunk and then places, so that no
-scan runs over a whole line on one multiprocessor.
+scan runs over a whole line on one SM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from headscope.kernels.triton.common import check_contiguous
 
 CHUNK = 2048
 
@@ -138,9 +140,11 @@ def write(
 ) -> None:
     """Lists the entries of each line of `source` [lines, n] below `length` [lines] (see the modes above).
 
-    Line `l` goes to row `rows[l]` of `out` (row size `out.stride(0)`) and of `count`;
-    `flags` uint8 [lines, n] gets a byte per position. Budgets and cuts belong to `SCORES`.
+    Line `l` goes to row `rows[l]` of `out` and of `count`; `flags` uint8 [lines, n] gets a byte per position. Budgets
+    and cuts belong to `SCORES`. `ValueError` for a tensor that does not lie in one piece.
     """
+    check_contiguous(source=source, length=length, rows=rows, cut=cut, forced=forced, budget=budget)
+    check_contiguous(out=out, count=count, flags=flags)
     lines, size = source.shape
     chunks = max(1, -(-size // CHUNK))
     tally = torch.empty(lines, chunks, dtype=torch.int32, device=source.device)
@@ -170,7 +174,7 @@ def write(
         none if flags is None else flags,
         size,
         chunks,
-        0 if out is None else out.stride(0),
+        0 if out is None else out.shape[1],
         0 if flags is None else flags.shape[1],
         MODE=mode,
         LIST=out is not None,

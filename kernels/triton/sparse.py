@@ -1,7 +1,7 @@
 """The layout kernel of the portable path in Triton: causal attention with LSE over the cells of a layout.
 
 One program takes 64 rows of one query head through full boxes, masked boxes, gathered columns and key blocks, in this
-order (`triton_plan`); see `triton_attention` for shapes and meaning.
+order (`plan`); see `attention` for shapes and meaning.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headscope.kernels.triton.common import FLOOR, PADDING, close_softmax, softmax_step
+from headscope.kernels.triton.common import PADDING, SOFTMAX_FLOOR, close_softmax, softmax_step
+from headscope.kernels.triton.cover import BAND, BAND_ALL, BAND_ANY, COLUMN, COVER_SHIFT, WINDOW
 from headscope.kernels.triton.dense import place, store_rows
+from headscope.kernels.triton.plan import AFTER_BANDS, AFTER_COLUMNS, AFTER_NOTHING, AFTER_WINDOWS
 
 
 @triton.jit
-def _taken(cover_ptr, rows, columns, newest, flags, TILE: tl.constexpr):
-    """Cells [R, C] (0 or 1) that windows (flags 1), windows and bands (2), or those and columns (3) hold already.
+def _taken(cover_ptr, rows, columns, newest, after, TILE: tl.constexpr):
+    """Cells [R, C] (0, else taken) that the lists before this one hold already, as far as `after` says.
 
     Columns beyond `newest`, the block's last row, are not looked up.
     """
@@ -25,21 +27,23 @@ def _taken(cover_ptr, rows, columns, newest, flags, TILE: tl.constexpr):
     else:
         offset = distance
     inside = (distance >= 0) & (columns >= 0)[None, :]
-    taken = tl.load(cover_ptr + 64 + offset, mask=inside & (flags > 0), other=0).to(tl.int32) & 1
-    if flags > 1:
-        taken |= tl.load(cover_ptr + 64 + distance, mask=inside, other=0).to(tl.int32) & 2
-    if flags > 2:
-        chosen = tl.load(cover_ptr + 64 + columns, mask=(columns >= 0) & (columns <= newest), other=0).to(tl.int32) & 4
+    taken = tl.load(cover_ptr + COVER_SHIFT + offset, mask=inside & (after > AFTER_NOTHING), other=0)
+    taken = taken.to(tl.int32) & WINDOW
+    if after > AFTER_WINDOWS:
+        taken |= tl.load(cover_ptr + COVER_SHIFT + distance, mask=inside, other=0).to(tl.int32) & BAND
+    if after > AFTER_BANDS:
+        reached = (columns >= 0) & (columns <= newest)
+        chosen = tl.load(cover_ptr + COVER_SHIFT + columns, mask=reached, other=0).to(tl.int32) & COLUMN
         taken |= chosen[None, :]
     return taken
 
 
 @triton.jit
 def _column_flags(columns_ptr, cover_ptr, at, count, r0, COLUMNS: tl.constexpr):
-    """Positions and cover bytes of a tile of gathered columns; PADDING and 8 (taken) beyond the last."""
+    """Positions and cover bytes of a tile of gathered columns; PADDING and BAND_ALL (taken) beyond the last."""
     place = at + tl.arange(0, COLUMNS)
     column = tl.load(columns_ptr + place, mask=place < count, other=PADDING)
-    flags = tl.load(cover_ptr + 64 + r0 - column, mask=column <= r0 + 63, other=8).to(tl.int32)
+    flags = tl.load(cover_ptr + COVER_SHIFT + r0 - column, mask=column <= r0 + 63, other=BAND_ALL).to(tl.int32)
     return column, flags
 
 
@@ -124,7 +128,7 @@ def attend_kernel(
         lane = tl.arange(0, 64)
         # q [64, WIDTH]
         q = q_d.load([head, r0 - first_row, 0]).reshape([64, WIDTH])
-        top = tl.full([64], FLOOR, tl.float32)
+        top = tl.full([64], SOFTMAX_FLOOR, tl.float32)
         total = tl.zeros([64], tl.float32)
         acc = tl.zeros([64, WIDTH], tl.float32)
         counts_ptr += (wide * row_blocks + block) * 4
@@ -185,7 +189,7 @@ def attend_kernel(
             at = r0
             lo = 0
             hi = PADDING
-            check = 0
+            after = AFTER_NOTHING
             if BOXES:
                 if unit < cut_units:
                     at = r0 - tl.load(full_ptr + n_inner + unit // 2) + (unit % 2) * 64
@@ -194,20 +198,20 @@ def attend_kernel(
                     at = r0 - tl.load(entry) + (unit % 2) * 64
                     lo = tl.load(entry + 1)
                     hi = tl.load(entry + 2)
-                    check = tl.load(entry + 3)
+                    after = tl.load(entry + 3)
             if BLOCKS:  # noqa: SIM102
                 if unit >= box_units:
                     key = b_inner * b_units + unit - box_units
                     at = tl.load(blocks_ptr + key // b_units) * b_size + (key % b_units) * 64
-                    check = 3
+                    after = AFTER_COLUMNS
             # Skip half boxes without a cell: columns above every row's reach, or before the first key.
             if (r0 + 63 - at >= lo) & (r0 - at - 63 <= hi) & (at + 63 >= 0):
                 columns = at + lane
                 distance = rows[:, None] - columns[None, :]
                 keep = (distance >= lo) & (distance <= hi) & (columns >= 0)[None, :]
                 if OVERLAPS:  # noqa: SIM102
-                    if check > 0:
-                        keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, check, TILE) == 0)
+                    if after > AFTER_NOTHING:
+                        keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, after, TILE) == 0)
                 k = k_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])
                 v = v_d.load([kv_head, start + at, 0]).reshape([64, WIDTH])
                 # Rows before the first key are padding and may hold anything.
@@ -242,16 +246,16 @@ def attend_kernel(
             if fast == 0:
                 for at in tl.range(0, n_columns, COLUMNS, num_stages=1):
                     column, flags = _column_flags(columns_ptr, cover_ptr, at, n_columns, r0, COLUMNS)
-                    taken = (flags & 8) | (0 if TILE == 1 else flags & 1)
+                    taken = (flags & BAND_ALL) | (0 if TILE == 1 else flags & WINDOW)
                     k = kc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
                     v = vc_d.load([head, at, 0]).reshape([COLUMNS, WIDTH])
                     scores = tl.dot(q, k.T, input_precision=PRECISION)
                     scores = tl.where((taken == 0)[None, :], scores, float("-inf"))
-                    partly = (taken == 0) & (((flags & 16) > 0) | (r0 < column))
+                    partly = (taken == 0) & (((flags & BAND_ANY) > 0) | (r0 < column))
                     if tl.max(partly.to(tl.int32), 0) > 0:
                         distance = rows[:, None] - column[None, :]
                         seen = partly[None, :] & (distance >= 0)
-                        band = tl.load(cover_ptr + 64 + distance, mask=seen, other=0).to(tl.int32) & 2
+                        band = tl.load(cover_ptr + COVER_SHIFT + distance, mask=seen, other=0).to(tl.int32) & BAND
                         gone = partly[None, :] & ((distance < 0) | (band > 0))
                         scores = tl.where(gone, float("-inf"), scores)
                     acc, top, total = softmax_step(scores, v, acc, top, total, scale, PRECISION)
@@ -274,7 +278,7 @@ def attend_kernel(
                         keep = mine[:, None] & (rows[:, None] >= columns[None, :])
                         real = columns <= r0 + 63
                         if OVERLAPS:
-                            keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, 3, TILE) == 0)
+                            keep = keep & (_taken(cover_ptr, rows, columns, r0 + 63, AFTER_COLUMNS, TILE) == 0)
                         source = (kv_head.to(tl.int64) * kv_len + start + columns)[:, None] * D + dim[None, :]
                         inside = real[:, None] & (dim < D)[None, :] & (start + columns < kv_len)[:, None]
                         k = tl.load(k_ptr + source, mask=inside, other=0.0)

@@ -7,38 +7,66 @@ import re
 from collections.abc import Sequence
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.patterns.families import AShape, BlockSparse, Budget, Fixed, Fraction, Pattern, VerticalSlash
+from headscope.engine.patterns.families import Budget, Fraction, Pattern
+
+_TIMES = (("ms", 1.0, 1, 10), ("ms", 1.0, 0, 1000), ("s", 1e3, 1, 10), ("s", 1e3, 0, 60))
+"""Unit, its milliseconds, digits behind the point, and the number of units that is written in the next line's way."""
+
+_SIZES = (("B", 1, 0, 1024), ("KiB", 2**10, 0, 1024), ("MiB", 2**20, 0, 1024), ("GiB", 2**30, 1, float("inf")))
+"""The same for bytes."""
 
 
 def percent(value: float) -> str:
-    """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %", 0 is "0 %" (with no-break spaces)."""
+    """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %" (with no-break spaces).
+
+    Only an exact 0 or 1 is "0 %" or "100 %"; what is nearer to them than the last digit is "< 0.01 %" or "> 99.99 %".
+    """
     if value != value:
         return "not measured"
-    size = abs(value) * 100
-    if size == 0:
-        return "0\u00a0%"
-    if size < 0.01:
+    if value in (-1, 0, 1):
+        return f"{int(value) * 100}\u00a0%"
+    if value < 0:
+        text = percent(-value)
+        turned = {"<": ">", ">": "<"}.get(text[0])
+        return f"-{text}" if turned is None else f"{turned}\u00a0-{text[2:]}"
+    share = value * 100
+    if share < 0.01:
         return "<\u00a00.01\u00a0%"
-    return f"{value * 100:.{2 if size < 1 else 1 if size < 99.95 else 0}f}\u00a0%"
+    # The fewest digits that tell the share from 100 %, and below 1 % two.
+    for digits in (0, 1, 2) if share > 100 else (1, 2):
+        rounded = round(share, digits)
+        if (rounded < 1 and digits < 2) or rounded == 100:
+            continue
+        return f"{share:.{digits}f}\u00a0%"
+    return ">\u00a0100\u00a0%" if share > 100 else ">\u00a099.99\u00a0%"
 
 
 def milliseconds(value: float) -> str:
     """A time as text: "0.42 ms", "38 ms", "1.3 s", "2 min 5 s"."""
-    if value < 10:
-        return f"{value:.2g}\u00a0ms" if value < 1 else f"{value:.1f}\u00a0ms"
-    if value < 1000:
-        return f"{value:.0f}\u00a0ms"
-    seconds = value / 1000
-    if seconds < 60:
-        return f"{seconds:.1f}\u00a0s" if seconds < 10 else f"{seconds:.0f}\u00a0s"
-    return f"{int(seconds // 60)}\u00a0min {int(seconds % 60)}\u00a0s"
+    if value != value:
+        return "not measured"
+    if 0 < value < 0.001:
+        return "<\u00a00.001\u00a0ms"
+    short = f"{value:.2g}"
+    if float(short) < 1:
+        return f"{short}\u00a0ms"
+    if text := _in_units(value, _TIMES):
+        return text
+    minutes, seconds = divmod(round(value / 1000), 60)
+    return f"{minutes}\u00a0min {seconds}\u00a0s"
 
 
 def size(value: float) -> str:
     """Bytes as text: "312 MiB", "1.4 GiB"."""
-    if value < 2**20:
-        return f"{value / 2**10:.0f}\u00a0KiB"
-    return f"{value / 2**20:.0f}\u00a0MiB" if value < 2**30 else f"{value / 2**30:.1f}\u00a0GiB"
+    return _in_units(value, _SIZES)
+
+
+def _in_units(value: float, units: Sequence[tuple[str, float, int, float]]) -> str:
+    """The value in the first unit that it fits in once it is rounded; empty if it fits in none."""
+    for name, unit, digits, limit in units:
+        if round(value / unit, digits) < limit:
+            return f"{value / unit:.{digits}f}\u00a0{name}"
+    return ""
 
 
 def count(value: int, one: str, many: str | None = None) -> str:
@@ -54,17 +82,9 @@ def budget(value: Budget | None) -> str:
 
 
 def budgets(pattern: Pattern) -> str:
-    """The budgets of a pattern, short: "64 / 256", "4 windows", "8 × 64"."""
-    if isinstance(pattern, AShape):
-        return f"{budget(pattern.sink)} / {budget(pattern.window)}"
-    if isinstance(pattern, VerticalSlash):
-        second = budget(pattern.slash) if pattern.windows is None else f"{budget(pattern.windows)} win"
-        return f"{budget(pattern.vertical)} / {second}"
-    if isinstance(pattern, BlockSparse):
-        return f"{budget(pattern.blocks)} × {pattern.block_size}"
-    if isinstance(pattern, Fixed):
-        return f"{len(pattern.columns)} + {len(pattern.distances)} + {len(pattern.blocks)}"
-    return ""
+    """The budgets of a pattern, short: "64 / 256", "64 / 4 windows", "8 × 64"."""
+    joint = {"/": " / ", "x": " × "}
+    return pattern.budgets(budget, joint.get(pattern.joint, pattern.joint))
 
 
 def label(pattern: Pattern) -> str:

@@ -6,19 +6,13 @@ maps arrive pooled. Text of the prompt reaches a figure only through `words.iner
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 
 from headscope.studio.base.words import percent
 from headscope.studio.charts.theme import MARKS, Theme
-
-CLICKABLE_CELLS = 4096
-"""Beyond this many heads the invisible markers for clicks make the browser slow, so they are left out."""
-
-MASS_FLOOR = 1e-4
-"""The logarithmic mass scale runs from here to 1 in every map of every head, so pictures compare."""
 
 CONFIG = {
     "displaylogo": False,
@@ -82,224 +76,8 @@ def layout(
     return figure
 
 
-def overview(
-    values: np.ndarray,
-    labels: Sequence[Sequence[str]],
-    kinds: Sequence[Sequence[str]],
-    selected: tuple[int, int] | None,
-    edited: Collection[tuple[int, int]],
-    metric: str,
-    theme: Theme,
-    *,
-    clicks: bool = True,
-) -> go.Figure:
-    """Layers x heads, one cell a head. `values` [layers, heads] are shares, NaN where not measured.
-
-    The heat map itself has no hover, since plotly does not report clicks on it; invisible squares over the cells
-    carry hover and clicks: trace "cells", point order row-major.
-    """
-    layers, heads = values.shape
-    known = values[np.isfinite(values)]
-    top = float(max(known.max() if known.size else 0.0, 0.01))
-    figure = go.Figure(
-        go.Heatmap(
-            z=values.astype(np.float32),
-            zmin=0.0,
-            zmax=top,
-            hoverinfo="skip",
-            xgap=1.5,
-            ygap=1.5,
-            colorscale=theme.mass_scale,
-            colorbar=_bar(theme, [0, top / 2, top]),
-        )
-    )
-    x, y = np.tile(np.arange(heads), layers), np.repeat(np.arange(layers), heads)
-    flat = values.ravel()
-    if layers * heads <= CLICKABLE_CELLS:
-        _pattern_marks(figure, kinds, x, y, np.nan_to_num(flat / top), theme)
-    if edited:
-        rows, cols = zip(*sorted(edited), strict=True)
-        figure.add_scatter(
-            x=np.asarray(cols) + 0.34,
-            y=np.asarray(rows) - 0.3,
-            mode="markers",
-            name="edited",
-            hoverinfo="skip",
-            marker={"symbol": "circle", "size": 5, "color": theme.missed},
-        )
-    if selected is not None:
-        layer, head = selected
-        figure.add_shape(
-            type="rect",
-            x0=head - 0.5,
-            x1=head + 0.5,
-            y0=layer - 0.5,
-            y1=layer + 0.5,
-            line={"color": theme.missed, "width": 3},
-            fillcolor="rgba(0,0,0,0)",
-        )
-    if clicks and layers * heads <= CLICKABLE_CELLS:
-        text = [
-            f"<b>Layer {layer} · Head {head}</b><br>{metric}: {percent(value)}<br>{labels[layer][head]}"
-            for layer, head, value in zip(y, x, flat, strict=True)
-        ]
-        hidden = {"marker": {"opacity": 0}}
-        figure.add_scatter(
-            x=x,
-            y=y,
-            mode="markers",
-            name="cells",
-            showlegend=False,
-            text=text,
-            hoverinfo="text",
-            marker={"symbol": "square", "size": max(6, min(26, 700 // max(layers, heads))), "opacity": 0},
-            selected=hidden,
-            unselected=hidden,
-        )
-    layout(figure, theme, f"{metric}, every head", min(860, max(320, 120 + 19 * layers)), clickmode="event+select")
-    figure.update_xaxes(title="head (query head of the layer)", range=[-0.5, heads - 0.5], dtick=max(1, heads // 16))
-    figure.update_yaxes(title="layer", range=[layers - 0.5, -0.5], dtick=max(1, layers // 15))
-    return figure
-
-
-def _pattern_marks(
-    figure: go.Figure, kinds: Sequence[Sequence[str]], x: np.ndarray, y: np.ndarray, depth: np.ndarray, theme: Theme
-) -> None:
-    flat = np.asarray([kind for row in kinds for kind in row])
-    for kind, symbol in MARKS.items():
-        here = flat == kind
-        if not here.any():
-            continue
-        light_ink, dark_ink = (theme.background, theme.ink) if theme.name == "light" else (theme.ink, theme.background)
-        on_deep = light_ink if theme.name == "light" else dark_ink
-        on_pale = dark_ink if theme.name == "light" else light_ink
-        colours = [on_deep if value > 0.5 else on_pale for value in depth[here]]
-        figure.add_scatter(
-            x=x[here],
-            y=y[here],
-            mode="markers",
-            name=kind,
-            hoverinfo="skip",
-            showlegend=False,
-            marker={
-                "symbol": symbol,
-                "size": 6,
-                "color": colours,
-                "opacity": 0.6,
-                "line": {"width": 1.2, "color": colours},
-            },
-        )
-        figure.add_scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            name=kind,
-            marker={"symbol": symbol, "size": 8, "color": theme.faint, "line": {"width": 1.4, "color": theme.faint}},
-        )
-
-
-def _bar(theme: Theme, ticks: Sequence[float]) -> dict[str, object]:
-    return {
-        "thickness": 8,
-        "len": 1.0,
-        "y": 0.5,
-        "outlinewidth": 0,
-        "ticklen": 2,
-        "tickvals": list(ticks),
-        "x": 1.01,
-        "ticktext": [percent(tick) for tick in ticks],
-        "tickfont": {"size": 11, "color": theme.faint},
-    }
-
-
-def pooled_map(
-    values: np.ndarray,
-    row_edges: Sequence[int],
-    column_edges: Sequence[int],
-    title: str,
-    theme: Theme,
-    *,
-    logarithmic: bool = True,
-    top: float = 1.0,
-    computed: np.ndarray | None = None,
-    marked: Sequence[tuple[int, int]] = (),
-    height: int = 330,
-) -> go.Figure:
-    """A head's attention over query rows x key columns, pooled; `values` are shares of a row's probability.
-
-    `computed` (same shape, 0 to 1) washes what was not computed in orange. The scale is the same for every map:
-    logarithmic from 0.01 % to 100 %, or linear up to `top`.
-    """
-    shares = np.where(np.isnan(values), np.nan, np.maximum(values, MASS_FLOOR if logarithmic else 0.0))
-    z = np.log10(shares) if logarithmic else shares
-    low, high = (float(np.log10(MASS_FLOOR)), 0.0) if logarithmic else (0.0, max(top, 1e-6))
-    ticks = [-4, -2, 0] if logarithmic else [0, high / 2, high]
-    names = ["≤ 0.01 %", "1 %", "100 %"] if logarithmic else [percent(tick) for tick in ticks]
-    rows, columns = _centres(row_edges), _centres(column_edges)
-    extra = "" if computed is None else "<br>computed: %{customdata[1]:.0%} of its pairs"
-    layers = [values] if computed is None else [values, computed]
-    figure = go.Figure(
-        go.Heatmap(
-            x=columns,
-            y=rows,
-            z=z.astype(np.float32),
-            zmin=low,
-            zmax=high,
-            colorscale=theme.mass_scale,
-            customdata=np.dstack([np.nan_to_num(layer) for layer in layers]).astype(np.float32),
-            hoverongaps=False,
-            hovertemplate="query ~%{y:.0f}, key ~%{x:.0f}<br>%{customdata[0]:.3%} of the row"
-            + extra
-            + "<extra></extra>",
-            colorbar={
-                "orientation": "h",
-                "thickness": 6,
-                "len": 1.0,
-                "x": 0.5,
-                "y": -0.24,
-                "yanchor": "top",
-                "tickvals": ticks,
-                "ticktext": names,
-                "outlinewidth": 0,
-                "ticklen": 2,
-                "tickangle": 0,
-                "tickfont": {"size": 10, "color": theme.faint},
-            },
-        )
-    )
-    if computed is not None:
-        away = np.where(np.isnan(computed), np.nan, 1.0 - computed)
-        figure.add_heatmap(
-            x=columns,
-            y=rows,
-            z=away.astype(np.float32),
-            zmin=0,
-            zmax=1,
-            showscale=False,
-            hoverinfo="skip",
-            colorscale=[[0, "rgba(232,133,58,0)"], [0.5, "rgba(232,133,58,0.28)"], [1, "rgba(232,133,58,0.5)"]],
-        )
-    if marked:
-        queries, keys = zip(*marked, strict=True)
-        figure.add_scatter(
-            x=list(keys),
-            y=list(queries),
-            mode="markers",
-            hoverinfo="skip",
-            showlegend=False,
-            marker={"symbol": "circle-open", "size": 9, "color": theme.missed, "line": {"width": 1.6}},
-        )
-    layout(figure, theme, title, height, legend=False)
-    # Fixed margins: the three maps of a head must stand alike, whatever their labels.
-    figure.update_layout(margin={"l": 58, "r": 14, "t": 38, "b": 84})
-    figure.update_xaxes(
-        title="key position (token)", range=[column_edges[0], column_edges[-1]], nticks=5, automargin=False
-    )
-    figure.update_yaxes(title="query position (token)", range=[row_edges[-1], row_edges[0]], nticks=6, automargin=False)
-    return figure
-
-
-def _centres(edges: Sequence[int]) -> np.ndarray:
+def centres(edges: Sequence[int]) -> np.ndarray:
+    """The middle of each span."""
     limits = np.asarray(edges, dtype=np.float64)
     return (limits[:-1] + limits[1:]) / 2
 
@@ -322,7 +100,7 @@ def missed_along(
     spans = np.diff(np.asarray(row_edges))
     mean = np.add.reduceat(missed, starts) / spans
     worst = np.maximum.reduceat(missed, starts)
-    x = _centres(row_edges)
+    x = centres(row_edges)
     text = [""] * len(x) if hover is None else list(hover)
     figure = go.Figure()
     figure.add_scatter(
@@ -356,9 +134,14 @@ def missed_along(
             hoverinfo="skip",
             line={"color": theme.faint, "width": 1.5, "dash": "dash"},
         )
-    layout(figure, theme, title, 250, hovermode="x")
     top = float(max(worst.max(), 0.0 if before is None else before.max(), 0.01))
-    figure.update_xaxes(title="query position (token)", range=[row_edges[0], row_edges[-1]])
+    layout(figure, theme, title, 250, hovermode="x")
+    _missed_axes(figure, (row_edges[0], row_edges[-1]), top, theme)
+    return figure
+
+
+def _missed_axes(figure: go.Figure, rows: tuple[int, int], top: float, theme: Theme) -> None:
+    figure.update_xaxes(title="query position (token)", range=list(rows))
     figure.update_yaxes(
         title="missed share",
         range=[0, min(1.02, top * 1.08)],
@@ -367,7 +150,6 @@ def missed_along(
         showgrid=True,
         gridcolor=theme.grid,
     )
-    return figure
 
 
 AREA_NAMES = ("blocks", "columns outside blocks", "causal waste", "padding of the last block")

@@ -1,19 +1,23 @@
 """Colours of the figures, for light and for dark.
 
 Mass has one sequential scale whose lightness is monotone, so it reads without hue; what is missed or selected is
-orange, which the common colour-vision deficiencies keep apart from blue; patterns differ in shape as well.
+orange, which the common colour-vision deficiencies keep apart from blue; patterns differ in shape as well. A pattern
+family names a glyph, a marker and a colour role; the themes hold a colour for every role.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headscope.engine.patterns.base import COLOURS
+from headscope.engine.patterns.families import FAMILIES
+
 Scale = list[list[float | str]]
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The palette of one mode. `mass` runs from nothing to all."""
+    """The palette of one mode. `mass` runs from nothing to all; `roles` holds a colour for every role of a family."""
 
     name: str
     background: str
@@ -25,7 +29,16 @@ class Theme:
     missed: str
     wash: str
     mass: tuple[str, ...]
-    patterns: dict[str, str]
+    roles: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if tuple(self.roles) != COLOURS:
+            raise ValueError(f"The {self.name} theme needs a colour for each of {', '.join(COLOURS)}, in that order.")
+
+    @property
+    def patterns(self) -> dict[str, str]:
+        """The colour of every pattern family."""
+        return {kind: self.roles[family.look.colour] for kind, family in FAMILIES.items()}
 
     @property
     def mass_scale(self) -> Scale:
@@ -37,22 +50,10 @@ def _scale(colours: tuple[str, ...]) -> Scale:
     return [[index / (len(colours) - 1), colour] for index, colour in enumerate(colours)]
 
 
-MARKS: dict[str, str] = {
-    "dense": "square-open",
-    "a-shape": "triangle-up",
-    "vertical-slash": "cross-thin-open",
-    "block-sparse": "square",
-    "fixed": "diamond-open",
-}
+MARKS: dict[str, str] = {kind: family.look.marker for kind, family in FAMILIES.items()}
 """A pattern's plotly marker: shapes differ, so colour is never the only sign."""
 
-GLYPHS: dict[str, str] = {
-    "dense": "□",
-    "a-shape": "▲",
-    "vertical-slash": "✛",
-    "block-sparse": "■",
-    "fixed": "◇",
-}
+GLYPHS: dict[str, str] = {kind: family.look.glyph for kind, family in FAMILIES.items()}
 """The same marks in text."""
 
 LIGHT = Theme(
@@ -66,12 +67,14 @@ LIGHT = Theme(
     missed="#c2570c",
     wash="#e8853a",
     mass=("#f4f7f9", "#d5e6ee", "#a3cddd", "#62a9c6", "#2d7fab", "#1a5585", "#0c2a4f"),
-    patterns={
-        "dense": "#5d6b78",
-        "a-shape": "#8a5fa8",
-        "vertical-slash": "#1f6f9f",
-        "block-sparse": "#c2570c",
-        "fixed": "#3d7a4d",
+    roles={
+        "grey": "#5f6772",
+        "violet": "#8d60c9",
+        "blue": "#1f6f9f",
+        "orange": "#c2570c",
+        "green": "#13926b",
+        "rose": "#b12a4b",
+        "gold": "#ae8d32",
     },
 )
 
@@ -86,12 +89,14 @@ DARK = Theme(
     missed="#f0924a",
     wash="#e8853a",
     mass=("#151d26", "#17354d", "#1a5577", "#2a7ea1", "#54a9c0", "#9bd2d6", "#f1f8ea"),
-    patterns={
-        "dense": "#9aa8b4",
-        "a-shape": "#c5a0df",
-        "vertical-slash": "#6fb8dc",
-        "block-sparse": "#f0924a",
-        "fixed": "#86c79a",
+    roles={
+        "grey": "#89a2b4",
+        "violet": "#b297ff",
+        "blue": "#6fb8dc",
+        "orange": "#f0924a",
+        "green": "#8cc89b",
+        "rose": "#f66d92",
+        "gold": "#e5c558",
     },
 )
 

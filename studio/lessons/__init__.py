@@ -1,5 +1,5 @@
-"""The chapters of the learn page, one a file.
+"""The learn page: `contents` lists the chapters, `chapters` draw what `maths` compute by calling the engine.
 
-A chapter turns sliders into frozen results by calling the engine, draws those, and shows them. It holds no attention,
-pattern or count of its own: the pictures are the engine's, at a size that fits on a blackboard.
+No chapter holds attention, a pattern or a count of its own: the pictures are the engine's, at a size that fits on a
+blackboard.
 """

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from headscope.studio.lessons import chart
+from headscope.studio.charts import charts
 from headscope.studio.lessons.figures import Kind
 from headscope.studio.ui import widgets
 
@@ -89,9 +90,20 @@ def legend(kinds: Sequence[Kind]) -> None:
 def picture(
     figure: go.Figure, key: str, alt: str, data: Callable[[], pl.DataFrame], on_select: Callable[[], None] | None = None
 ) -> None:
-    """A figure with a description for screen readers and its numbers as a download."""
-    chart.draw(figure, f"learn-{key}", alt, on_select)
+    """A figure with a description for screen readers and its numbers as a download. After a click on a point
+    `on_select` runs and may ask `clicked`."""
+    clicks: dict[str, Any] = {} if on_select is None else {"on_select": on_select, "selection_mode": "points"}
+    st.plotly_chart(figure, theme=None, key=f"learn-{key}", config=charts.CONFIG, alt=alt, **clicks)
     widgets.download(f"learn-{key}", data)
+
+
+def clicked(key: str) -> tuple[float, float] | None:
+    """The (x, y) of the point of a picture that was clicked last; a second click on it is reported as none."""
+    points = st.session_state[f"learn-{key}"]["selection"]["points"]
+    last = f"learn-{key}-clicked"
+    if points:
+        st.session_state[last] = float(points[-1]["x"]), float(points[-1]["y"])
+    return st.session_state.get(last)
 
 
 def grid_frame(**layers: Sequence[Sequence[object]]) -> pl.DataFrame:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
-import subprocess
+import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headscope.engine.base.errors import HeadscopeError
-from headscope.engine.base.places import ROOT
+from headscope.studio.serve.port import ADDRESS, check_port
 
-ADDRESS = "127.0.0.1"
+EXTRA = "studio"
+"""The extra of our distribution that brings what the app needs."""
 
 
 def studio(
@@ -25,32 +25,33 @@ def studio(
     ] = None,
 ) -> None:
     """Starts the studio on 127.0.0.1 and prints its address."""
+    check_installed()
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     if db is not None:
         environment["HEADSCOPE_DB"] = str(db.expanduser().resolve())
     check_port(port)
     typer.echo(f"headscope studio: http://{ADDRESS}:{port}  (Ctrl+C ends it)")
-    # In the app's folder, where streamlit finds the theme.
-    folder = ROOT
-    command = [sys.executable, "-m", "headscope.studio.serve.server", str(port)]
+    # The server takes this process's place, so that whatever ends the command ends it: no child stays behind.
+    # -P keeps the folder that the command is called in off the import path.
+    command = [sys.executable, "-P", "-m", "headscope.studio.serve.server", str(port)]
+    os.execve(sys.executable, command, environment)
+
+
+def check_installed() -> None:
+    """HeadscopeError where packages of the extra are missing."""
+    marked = re.compile(rf"extra\s*==\s*['\"]{EXTRA}['\"]")
+    required = [line for line in metadata.requires("headscope") or () if marked.search(line)]
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required]
+    missing = [name for name in names if not _installed(name)]
+    if missing:
+        raise HeadscopeError(
+            f"The studio needs packages that are not installed ({', '.join(missing)}): install headscope[{EXTRA}]."
+        )
+
+
+def _installed(name: str) -> bool:
     try:
-        status = subprocess.call(command, env=environment, cwd=folder)
-    except KeyboardInterrupt:
-        status = 0
-    if status not in (0, 130):
-        check_port(port)  # another program may have taken it while the server was starting
-        status = 1
-    raise typer.Exit(status)
-
-
-def check_port(port: int) -> None:
-    """HeadscopeError where the server could not open `port`: another program has it, or the system keeps it."""
-    with socket.socket() as probe:
-        if os.name == "posix":  # as the server does: a port is free as soon as its last program has ended
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ADDRESS, port))
-        except OSError as problem:
-            if problem.errno == errno.EADDRINUSE:
-                raise HeadscopeError(f"Port {port} is in use: end the other studio or give --port.") from problem
-            raise HeadscopeError(f"Port {port} cannot be opened ({problem.strerror}): give --port.") from problem
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,6 +1,6 @@
 """The numbered steps that build the studio's database. Append only: a released step never changes.
 
-`headscope.studio.store.store` is the only caller; together the two modules hold all SQL of the project.
+This folder holds all SQL of the project.
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             missed_mass_worst_row INTEGER, missed_mass_p99 DOUBLE, missed_mass_start DOUBLE, missed_mass_middle DOUBLE,
             missed_mass_end DOUBLE, output_error DOUBLE, output_cosine DOUBLE, requested_pairs BIGINT,
             computed_pairs BIGINT, tile_cells BIGINT)""",
+    ),
+    (
+        # A draft was kept whole at each edit; now its start is kept once and each edit is a row.
+        """CREATE TABLE draft_edits (
+            draft_id VARCHAR NOT NULL, position INTEGER NOT NULL, sequence INTEGER NOT NULL, body JSON NOT NULL,
+            saved_at TIMESTAMP NOT NULL)""",
+        """DELETE FROM drafts USING
+            (SELECT draft_id, max(sequence) AS last FROM drafts GROUP BY draft_id) AS newest
+            WHERE drafts.draft_id = newest.draft_id AND drafts.sequence < newest.last""",
     ),
 )
 

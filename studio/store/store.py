@@ -1,89 +1,30 @@
-"""The studio's memory: one DuckDB file, append-only, in the user's data folder.
+"""The studio's memory: one DuckDB file in the user's data folder.
 
-Every call takes its own cursor, so any thread may call. Writers take a lock and write one transaction: a
-version is there whole or not at all, whatever kills the process. DuckDB lets one process at a time have the
-file; the errors below say in one sentence what to do about it.
+Every call takes its own cursor, so any thread may call. Writers take a lock and write one transaction: a version is
+there whole or not at all, whatever kills the process. Rows go in in bulk, since a statement a row takes seconds for a
+large model. After every save the log is brought into the file, so that a copy of the file alone is whole.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import platformdirs
 import polars as pl
 
-from headscope.studio.base.errors import StoreCorrupt, StoreError, StoreLocked, StoreReadOnly, StoreTooNew
-from headscope.studio.store.migrations import MIGRATIONS, VERSION
-
-
-def data_dir() -> Path:
-    """The user's data folder of the program."""
-    return Path(platformdirs.user_data_dir("headscope"))
-
-
-def default_path() -> Path:
-    """Where the database is: `HEADSCOPE_DB`, else `studio.duckdb` in the user's data folder."""
-    return Path(os.environ.get("HEADSCOPE_DB") or data_dir() / "studio.duckdb").expanduser()
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One prefill that was captured and measured."""
-
-    id: str
-    model: str
-    fingerprint: str
-    prompt_sha256: str
-    tokens: int
-    chat_template: bool
-    device: str
-    dtype: str
-    impl: str
-    tiles: str
-    estimator: dict[str, Any]
-    capture_ms: float
-    measure_ms: float
-    versions: dict[str, Any]
-    created_at: datetime
-
-
-@dataclass(frozen=True)
-class ConfigRow:
-    """One immutable version of a head config; `heads[layer][head]` is (pattern, evidence)."""
-
-    id: str
-    number: int
-    name: str
-    parent_id: str | None
-    run_id: str | None
-    note: str
-    tiles: str
-    estimator: dict[str, Any]
-    model: dict[str, Any]
-    provenance: dict[str, Any]
-    audit: dict[str, Any]
-    created_at: datetime
-    heads: tuple[tuple[tuple[dict[str, Any], dict[str, Any] | None], ...], ...]
-
-
-def new_id() -> str:
-    """A short random name for a row."""
-    return uuid.uuid4().hex[:12]
-
-
-def now() -> datetime:
-    """The time to the second, UTC without a zone, as the tables hold it."""
-    return datetime.now(UTC).replace(tzinfo=None, microsecond=0)
+from headscope.engine.attend.estimator import Estimator
+from headscope.engine.base.errors import ConfigError
+from headscope.engine.config.file import HeadConfig, HeadEntry
+from headscope.engine.patterns import families as patterns
+from headscope.engine.patterns.families import Pattern
+from headscope.studio.base.errors import StoreError
+from headscope.studio.store.opening import open_database, read_error, roll_back, save_error
+from headscope.studio.store.rows import ConfigRow, DraftRow, RunRow, new_id, now
 
 
 class Store:
@@ -92,11 +33,13 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._write = threading.RLock()
-        self._connection = _open(path)
+        self._connection = open_database(path)
 
     def close(self) -> None:
-        """Lets go of the file."""
-        self._connection.close()
+        """Brings everything into the file and lets go of it."""
+        with self._write:
+            self._checkpoint()
+            self._connection.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -108,11 +51,22 @@ class Store:
                         yield cursor
                         cursor.commit()
                     except BaseException:
-                        _roll_back(cursor)
+                        roll_back(cursor)
                         raise
             except duckdb.Error as error:
                 self._recover(error)
-                raise _save_error(error, self.path) from error
+                raise save_error(error, self.path) from error
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Brings the log into the file. What another thread's transaction holds up is done after the next save."""
+        if self.path is None:
+            return
+        try:
+            with self._connection.cursor() as cursor:
+                cursor.execute("CHECKPOINT")
+        except duckdb.Error as error:
+            self._recover(error)
 
     def _recover(self, error: duckdb.Error) -> None:
         """DuckDB refuses all work after a failed write to disk until the file is opened anew."""
@@ -120,7 +74,7 @@ class Store:
             return
         try:
             self._connection.close()
-            self._connection = _open(self.path)
+            self._connection = open_database(self.path)
         except (duckdb.Error, StoreError):
             return
 
@@ -131,14 +85,14 @@ class Store:
                 names = [column[0] for column in result.description or ()]
                 return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
         except duckdb.Error as error:
-            raise _read_error(error) from error
+            raise read_error(error) from error
 
     def _frame(self, query: str, values: Sequence[Any] = ()) -> pl.DataFrame:
         try:
             with self._connection.cursor() as cursor:
                 return cursor.sql(query, params=list(values)).pl()
         except duckdb.Error as error:
-            raise _read_error(error) from error
+            raise read_error(error) from error
 
     # models, prompts, runs, measurements
 
@@ -180,8 +134,9 @@ class Store:
         return _run_row(rows[0]) if rows else None
 
     def runs(self, limit: int = 50) -> list[RunRow]:
-        """The latest runs, newest first."""
-        return [_run_row(row) for row in self._rows("SELECT * FROM runs ORDER BY created_at DESC, id LIMIT ?", [limit])]
+        """The latest runs, newest first; of those of one second, the one stored last."""
+        query = "SELECT * FROM runs ORDER BY created_at DESC, rowid DESC LIMIT ?"
+        return [_run_row(row) for row in self._rows(query, [limit])]
 
     def measurements(self, run_id: str, context: str = "isolated") -> list[dict[str, Any]]:
         """The bodies of a run's measurements in the order they were made; a later one of a head stands for it."""
@@ -225,11 +180,7 @@ class Store:
             values = [row_id, model, config_id, json.dumps(settings), json.dumps(summary), now()]
             cursor.execute("INSERT INTO searches VALUES (?, ?, ?, ?, ?, ?)", values)
             if rows is not None:
-                cursor.register("search_rows", rows.to_arrow())
-                cursor.execute(
-                    "INSERT INTO search_measurements BY NAME SELECT ? AS search_id, * FROM search_rows", [row_id]
-                )
-                cursor.unregister("search_rows")
+                _insert(cursor, "search_measurements", rows.with_columns(pl.lit(row_id).alias("search_id")))
         return row_id
 
     def search_rows(self, search_id: str) -> pl.DataFrame:
@@ -246,54 +197,47 @@ class Store:
     # configs and drafts
 
     def save_config(
-        self,
-        name: str,
-        heads: Sequence[Sequence[tuple[dict[str, Any], dict[str, Any] | None]]],
-        *,
-        parent_id: str | None = None,
-        run_id: str | None = None,
-        note: str = "",
-        tiles: str,
-        estimator: dict[str, Any],
-        model: dict[str, Any],
-        provenance: dict[str, Any],
-        audit: dict[str, Any],
+        self, name: str, config: HeadConfig, *, parent_id: str | None = None, run_id: str | None = None, note: str = ""
     ) -> ConfigRow:
         """Saves a version whole, under the next number, and returns it as stored."""
         name = name.strip()
         if not name or len(name) > 120:
             raise StoreError("A version needs a name of 1 to 120 characters.")
         row_id = new_id()
+        heads = _head_rows(row_id, config)
+        documents = (config.estimator.to_dict(), config.model, config.provenance, config.audit)
         with self._transaction() as cursor:
             largest = cursor.execute("SELECT coalesce(max(number), 0) FROM configs").fetchall()[0][0]
-            documents = [json.dumps(document) for document in (estimator, model, provenance, audit)]
-            values = [row_id, largest + 1, name, parent_id, run_id, note, tiles, *documents, now()]
-            cursor.execute(f"INSERT INTO configs VALUES ({', '.join('?' * len(values))})", values)
-            cursor.executemany(
-                "INSERT INTO config_heads VALUES (?, ?, ?, ?, ?)",
-                [
-                    [row_id, layer, head, json.dumps(pattern), None if evidence is None else json.dumps(evidence)]
-                    for layer, row in enumerate(heads)
-                    for head, (pattern, evidence) in enumerate(row)
-                ],
-            )
+            values = [row_id, largest + 1, name, parent_id, run_id, note, config.tiles, *map(json.dumps, documents)]
+            cursor.execute(f"INSERT INTO configs VALUES ({', '.join('?' * (len(values) + 1))})", [*values, now()])
+            _insert(cursor, "config_heads", heads)
         stored = self.config(row_id)
         if stored is None:
             raise StoreError("The version was written but could not be read back, so treat it as not saved.")
         return stored
 
     def config(self, config_id: str) -> ConfigRow | None:
-        """One version with all its heads."""
+        """One version with all its heads. StoreError if it holds what this program cannot read."""
         rows = self._rows("SELECT * FROM configs WHERE id = ?", [config_id])
         if not rows:
             return None
-        heads: dict[int, list[tuple[dict[str, Any], dict[str, Any] | None]]] = {}
+        row = rows[0]
         query = "SELECT layer, pattern, evidence FROM config_heads WHERE config_id = ? ORDER BY layer, head"
-        for row in self._rows(query, [config_id]):
-            evidence = None if row["evidence"] is None else json.loads(row["evidence"])
-            heads.setdefault(row["layer"], []).append((json.loads(row["pattern"]), evidence))
-        documents = {name: json.loads(rows[0][name]) for name in ("estimator", "model", "provenance", "audit")}
-        return ConfigRow(**(rows[0] | documents), heads=tuple(tuple(heads[layer]) for layer in sorted(heads)))
+        try:
+            config = HeadConfig(
+                model=json.loads(row["model"]),
+                provenance=json.loads(row["provenance"]),
+                tiles=row["tiles"],
+                estimator=Estimator.from_dict(json.loads(row["estimator"])),
+                heads=_entries(self._rows(query, [config_id])),
+                audit=json.loads(row["audit"]),
+            )
+        except (ConfigError, ValueError, TypeError) as error:
+            raise StoreError(
+                f"Version {row['number']} cannot be read by this headscope: another wrote it, or the row is damaged."
+            ) from error
+        beside = ("id", "number", "name", "parent_id", "run_id", "note", "created_at")
+        return ConfigRow(**{field: row[field] for field in beside}, config=config)
 
     def configs(self) -> pl.DataFrame:
         """All versions without their heads, newest first: id, number, name, parent, heads, note, created_at."""
@@ -303,127 +247,116 @@ class Store:
                    FROM configs c LEFT JOIN configs p ON p.id = c.parent_id ORDER BY c.number DESC"""
         return self._frame(query)
 
-    def add_draft(self, draft_id: str, sequence: int, body: dict[str, Any]) -> None:
-        """One more state of a draft; the same sequence is written once."""
+    def put_draft(
+        self, draft_id: str, sequence: int, body: dict[str, Any], edits: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """A draft whole: what it started from, and its edits. It takes the place of what was kept of it before."""
         with self._transaction() as cursor:
+            cursor.execute("DELETE FROM drafts WHERE draft_id = ? AND sequence <> ?", [draft_id, sequence])
             cursor.execute(
                 "INSERT INTO drafts VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 [draft_id, sequence, json.dumps(body), now()],
             )
+            _replace_edits(cursor, draft_id, sequence, 0, edits)
 
-    def draft(self, draft_id: str) -> tuple[int, dict[str, Any]] | None:
-        """The latest state of a draft and its sequence."""
+    def put_draft_edits(self, draft_id: str, sequence: int, position: int, edits: Sequence[dict[str, Any]]) -> None:
+        """The edits of a stored draft from `position` on; those that were there go (undo, or another edit)."""
+        with self._transaction() as cursor:
+            _replace_edits(cursor, draft_id, sequence, position, edits)
+
+    def draft(self, draft_id: str) -> DraftRow | None:
+        """The newest state of a draft. Drafts of before format 4 hold their edits in the body."""
         query = "SELECT sequence, body FROM drafts WHERE draft_id = ? ORDER BY sequence DESC LIMIT 1"
         rows = self._rows(query, [draft_id])
-        return (rows[0]["sequence"], json.loads(rows[0]["body"])) if rows else None
+        if not rows:
+            return None
+        query = "SELECT sequence, body FROM draft_edits WHERE draft_id = ? ORDER BY position"
+        edits = self._rows(query, [draft_id])
+        sequence = max(row["sequence"] for row in (*rows, *edits))
+        return DraftRow(sequence, json.loads(rows[0]["body"]), tuple(json.loads(row["body"]) for row in edits))
 
 
-def _open(path: Path | None) -> duckdb.DuckDBPyConnection:
-    if path is None:
-        connection = duckdb.connect(":memory:")
-        _migrate(connection)
-        return connection
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreReadOnly(
-            f"The folder {path.parent} cannot be made, so set HEADSCOPE_DB to a file elsewhere."
-        ) from error
-    try:
-        connection = duckdb.connect(str(path))
-    except duckdb.Error as error:
-        raise _open_error(error, path) from error
-    try:
-        _migrate(connection)
-    except duckdb.Error as error:
-        connection.close()
-        raise _save_error(error, path) from error
-    except StoreError:
-        connection.close()
-        raise
-    return connection
+def _insert(cursor: duckdb.DuckDBPyConnection, table: str, rows: pl.DataFrame) -> None:
+    """Rows in bulk; the frame's columns are the table's, by name."""
+    cursor.register("new_rows", rows.to_arrow())
+    cursor.execute(f"INSERT INTO {table} BY NAME SELECT * FROM new_rows")
+    cursor.unregister("new_rows")
 
 
-def _migrate(connection: duckdb.DuckDBPyConnection) -> None:
-    """Brings the file to this program's version, one transaction a step."""
-    tables = {row[0] for row in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
-    if "migrations" in tables:
-        done = connection.execute("SELECT coalesce(max(number), 0) FROM migrations").fetchall()[0][0]
-    elif tables:
-        raise StoreCorrupt("That DuckDB file belongs to another program, so choose another with --db or HEADSCOPE_DB.")
-    else:
-        done = 0
-    if done > VERSION:
-        raise StoreTooNew(
-            f"A newer headscope wrote this database (format {done}, this one reads up to {VERSION}): update headscope, "
-            "or choose another file with --db."
-        )
-    for number, steps in enumerate(MIGRATIONS[done:], start=done + 1):
-        connection.begin()
-        if number == 1:
-            connection.execute("CREATE TABLE migrations (number INTEGER PRIMARY KEY, applied_at TIMESTAMP NOT NULL)")
-        for step in steps:
-            connection.execute(step)
-        connection.execute("INSERT INTO migrations VALUES (?, ?)", [number, now()])
-        connection.commit()
+def _replace_edits(
+    cursor: duckdb.DuckDBPyConnection, draft_id: str, sequence: int, position: int, edits: Sequence[dict[str, Any]]
+) -> None:
+    cursor.execute("DELETE FROM draft_edits WHERE draft_id = ? AND position >= ?", [draft_id, position])
+    for place, edit in enumerate(edits, start=position):
+        values = [draft_id, place, sequence, json.dumps(edit), now()]
+        cursor.execute("INSERT INTO draft_edits VALUES (?, ?, ?, ?, ?)", values)
 
 
-def _open_error(error: duckdb.Error, path: Path) -> StoreError:
-    words = str(error).lower()
-    if "lock" in words:
-        return StoreLocked(
-            f"Another headscope has {path.name} open: close it, or start this one on another file with --db."
-        )
-    readable = path.exists() and not os.access(path, os.W_OK)
-    if "permission" in words or "read-only" in words or "read only" in words or readable:
-        return StoreReadOnly(f"{path} cannot be written: make it writable, or choose another file with --db.")
-    if "no space" in words:
-        return StoreError(f"The disk of {path.parent} is full: free some space, then try again.")
-    return StoreCorrupt(
-        f"{path.name} is damaged or is no headscope database: move it away and a new one is made, or choose another "
-        "with --db."
+def _head_rows(config_id: str, config: HeadConfig) -> pl.DataFrame:
+    """A config's heads as rows of config_heads; a pattern that many heads have is written out once."""
+    texts: dict[Pattern, str] = {}
+    places = [(layer, head, entry) for layer, row in enumerate(config.heads) for head, entry in enumerate(row)]
+    notes = [
+        {name: note for name, note in (("evidence", entry.evidence), ("foreign", entry.foreign)) if note is not None}
+        for _, _, entry in places
+    ]
+    return pl.DataFrame(
+        {
+            "config_id": [config_id] * len(places),
+            "layer": [layer for layer, _, _ in places],
+            "head": [head for _, head, _ in places],
+            "pattern": [
+                texts.get(entry.pattern) or texts.setdefault(entry.pattern, json.dumps(entry.pattern.to_dict()))
+                for _, _, entry in places
+            ],
+            "evidence": [json.dumps(note) if note else None for note in notes],
+        },
+        schema_overrides={"evidence": pl.String},
     )
 
 
-def _read_error(error: duckdb.Error) -> StoreError:
-    return StoreError(f"The studio's database could not be read ({type(error).__name__}).")
+def _entries(rows: Sequence[dict[str, Any]]) -> tuple[tuple[HeadEntry, ...], ...]:
+    """The heads of a config from rows in order of layer and head."""
+    known: dict[str, Pattern] = {}
+    layers: dict[int, list[HeadEntry]] = {}
+    for row in rows:
+        text = row["pattern"]
+        if text not in known:
+            known[text] = patterns.from_dict(json.loads(text))
+        notes = {} if row["evidence"] is None else json.loads(row["evidence"])
+        entry = HeadEntry(known[text], notes.get("evidence"), notes.get("foreign"))
+        layers.setdefault(row["layer"], []).append(entry)
+    return tuple(tuple(layers[layer]) for layer in sorted(layers))
 
 
-def _save_error(error: duckdb.Error, path: Path | None) -> StoreError:
-    words = str(error).lower()
-    if "no space" in words or "too large" in words or "disk" in words or "could not write" in words:
-        return StoreError("The disk is full, so nothing was saved: free some space and save again, the draft is kept.")
-    if "read-only" in words or "read only" in words or "permission" in words:
-        return StoreReadOnly(f"{path} cannot be written, so nothing was saved: make it writable and save again.")
-    return StoreError(f"The database refused the save ({type(error).__name__}), so nothing was changed.")
-
-
-def _roll_back(cursor: duckdb.DuckDBPyConnection) -> None:
-    try:
-        cursor.rollback()
-    except duckdb.Error:
-        return  # the failed statement already ended the transaction
+NUMBERS = (
+    "missed_mass_mean",
+    "missed_mass_worst",
+    "missed_mass_p99",
+    "output_error",
+    "requested_density",
+    "computed_density",
+)
+"""Figures of a measurement that have columns of their own beside the body."""
 
 
 def _insert_measurements(
     cursor: duckdb.DuckDBPyConnection, run_id: str, context: str, measurements: Sequence[dict[str, Any]]
 ) -> None:
-    numbers = (
-        "missed_mass_mean",
-        "missed_mass_worst",
-        "missed_mass_p99",
-        "output_error",
-        "requested_density",
-        "computed_density",
-    )
-    rows = [
-        [run_id, context, body["layer"], body["head"], json.dumps(body["pattern"])]
-        + [body[name] for name in numbers]
-        + [json.dumps(body), now()]
-        for body in measurements
-    ]
-    if rows:
-        cursor.executemany(f"INSERT INTO head_measurements VALUES ({', '.join('?' * len(rows[0]))})", rows)
+    if not measurements:
+        return
+    many = len(measurements)
+    columns: dict[str, Any] = {
+        "run_id": [run_id] * many,
+        "context": [context] * many,
+        "layer": [body["layer"] for body in measurements],
+        "head": [body["head"] for body in measurements],
+        "pattern": [json.dumps(body["pattern"]) for body in measurements],
+        "body": [json.dumps(body) for body in measurements],
+        "measured_at": [now()] * many,
+    }
+    columns |= {name: [float(body[name]) for body in measurements] for name in NUMBERS}
+    _insert(cursor, "head_measurements", pl.DataFrame(columns))
 
 
 def _fields(run: RunRow) -> Iterator[Any]:

@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import polars as pl
 import streamlit as st
 
 from headscope.engine.base.errors import HeadscopeError
-from headscope.engine.loss.mass import FLOOR
+from headscope.engine.loss.mass import MISSED_MASS_FLOOR
 from headscope.studio.base import words
 from headscope.studio.charts import charts
+from headscope.studio.charts.profile import profile_chart
 from headscope.studio.ui import state, widgets
-from headscope.studio.ui.state import View
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import HeadDetail, Run
+from headscope.studio.ui.context import RunContext
+from headscope.studio.work.profiles import Profile
+from headscope.studio.work.results import HeadDetail
 
-LOOKS = ("missed places", "numbers and areas", "where the loss comes from", "GQA group")
+LOOKS = ("missed places", "numbers and areas", "where the loss comes from", "columns and distances", "GQA group")
 
 
-def more_about(held: Lab, seen: View, run: Run, draft: Draft, detail: HeadDetail) -> None:
+def more_about(page: RunContext, detail: HeadDetail) -> None:
     """One of `LOOKS`, as chosen."""
     st.segmented_control(
         "More about this head",
         list(LOOKS),
         required=True,
-        **state.bind("look", seen.look, lambda value: setattr(seen, "look", value)),
+        **state.bind("look", page.view.look, lambda value: setattr(page.view, "look", value)),
     )
-    if seen.look == LOOKS[0]:
-        places(run, detail)
-    elif seen.look == LOOKS[1]:
-        all_numbers(detail)
-    elif seen.look == LOOKS[2]:
-        loss(held, run, detail)
+    if page.view.look == LOOKS[0]:
+        places(page, detail)
+    elif page.view.look == LOOKS[1]:
+        all_numbers(page, detail)
+    elif page.view.look == LOOKS[2]:
+        loss(page, detail)
+    elif page.view.look == LOOKS[3]:
+        by_position(page, detail)
     else:
-        group(held, seen, run, draft)
+        group(page)
 
 
-def places(run: Run, detail: HeadDetail) -> None:
+def places(page: RunContext, detail: HeadDetail) -> None:
     """The largest missed cells: what the reading token is, and what it did not see."""
-    found = detail.maps.places
-    if not found:
+    missed_cells = detail.maps.places
+    if not missed_cells:
         st.caption("Nothing of note is missed: every row keeps its largest keys.")
         return
     frame = pl.DataFrame(
         {
-            "missed": [place.probability for place in found],
-            "the token that reads": [words.excerpt(run.pieces, place.query) for place in found],
-            "what it did not see": [words.excerpt(run.pieces, place.key) for place in found],
-            "tokens": [f"{place.query:,} ← {place.key:,}" for place in found],
-            "back": [place.query - place.key for place in found],
+            "missed": [place.probability for place in missed_cells],
+            "the token that reads": [words.excerpt(page.run.pieces, place.query) for place in missed_cells],
+            "what it did not see": [words.excerpt(page.run.pieces, place.key) for place in missed_cells],
+            "tokens": [f"{place.query:,} ← {place.key:,}" for place in missed_cells],
+            "back": [place.query - place.key for place in missed_cells],
         }
     )
     st.dataframe(
@@ -64,7 +68,7 @@ def places(run: Run, detail: HeadDetail) -> None:
     st.caption("The largest missed cells, one a row at most, among the 192 rows that miss most; ‹ › marks the token.")
 
 
-def all_numbers(detail: HeadDetail) -> None:
+def all_numbers(page: RunContext, detail: HeadDetail) -> None:
     """Every number of the measurement, and the four areas."""
     one = detail.measurement
     start, middle, end = one.missed_mass_thirds
@@ -85,7 +89,7 @@ def all_numbers(detail: HeadDetail) -> None:
     frame = pl.DataFrame({"number": [name for name, _ in rows], "value": [value for _, value in rows]})
     st.dataframe(frame, hide_index=True, alt="All numbers of this head", height=38 + 35 * len(rows))
     widgets.figure(
-        charts.areas(one.areas, state.colours()),
+        charts.areas(one.areas, page.theme),
         "areas",
         "Computed pairs by kind: "
         + ", ".join(f"{name} {value:,}" for name, value in zip(charts.AREA_NAMES, one.areas, strict=True)),
@@ -93,23 +97,22 @@ def all_numbers(detail: HeadDetail) -> None:
     )
     st.caption(
         "Isolated loss: on the Q/K/V of the dense prefill. Missed mass comes from two float32 log-sum-exps, so values "
-        f"below {100 * FLOOR:g} % are rounding."
+        f"below {100 * MISSED_MASS_FLOOR:g} % are rounding."
     )
 
 
 STEPS = ("budget", "pattern family", "online choice", "tiles")
 
 
-def loss(held: Lab, run: Run, detail: HeadDetail) -> None:
+def loss(page: RunContext, detail: HeadDetail) -> None:
     """The four steps of the loss, and the remedy that fits the largest."""
-    one = detail.measurement
     try:
-        split = held.loss_split(run, one.layer, one.head, one.pattern, detail.estimator)
+        split = page.lab.measurements.loss_split(detail.case(page.run))
     except HeadscopeError as error:
         st.info(words.plain_markdown(str(error)))
         return
     widgets.figure(
-        charts.loss_steps(split.steps, STEPS, state.colours()),
+        charts.loss_steps(split.steps, STEPS, page.theme),
         "loss",
         "Missed mass in steps: "
         + ", ".join(f"{n} {words.percent(v)}" for n, v in zip(STEPS, split.steps, strict=True)),
@@ -139,20 +142,63 @@ def remedy(steps: tuple[float, float, float, float], detail: HeadDetail) -> str:
     return advice + (" It is slower than dense here as well, so dense below some length may be best." if slow else "")
 
 
-def group(held: Lab, seen: View, run: Run, draft: Draft) -> None:
+def by_position(page: RunContext, detail: HeadDetail) -> None:
+    """Where the head's probability lies, by column and by distance, with what the pattern keeps."""
+    try:
+        profiles = page.lab.measurements.profiles(detail.case(page.run))
+    except HeadscopeError as error:
+        st.info(words.plain_markdown(str(error)))
+        return
+    parts = (
+        ("columns", profiles.columns, "key position (token)", "Probability by column"),
+        ("distances", profiles.distances, "distance back (tokens)", "Probability by distance"),
+    )
+    kept_words = []
+    for name, profile, axis, title in parts:
+        kept = float(profile.kept_share.sum())
+        span = profile.edges[1] - profile.edges[0]
+        kept_words.append(f"{words.percent(kept)} in kept {name}")
+        widgets.figure(
+            profile_chart(profile, title, axis, page.theme, logarithmic=page.view.logarithmic),
+            f"profile-{name}",
+            f"{title}: share of all probability of the head in {words.count(len(profile.share), 'span')} of "
+            f"{words.count(span, 'token')}; {words.percent(kept)} lies in what the pattern keeps.",
+            partial(profile_frame, profile),
+        )
+    st.caption(
+        f"Exact sums over all rows of the dense probability: {' and '.join(kept_words)}. Marks are the "
+        "columns and distances that the pattern asks for, before tiles are added; blocks are neither. A distance that "
+        "moving windows keep for some rows only counts by their share."
+    )
+
+
+def profile_frame(profile: Profile) -> pl.DataFrame:
+    """A profile as rows: the span, its share of all probability, and what of it the pattern keeps."""
+    return pl.DataFrame(
+        {
+            "from": profile.edges[:-1],
+            "to": profile.edges[1:],
+            "share_of_probability": profile.share,
+            "kept_part_of_span": profile.kept,
+            "kept_share_of_probability": profile.kept_share,
+        }
+    )
+
+
+def group(page: RunContext) -> None:
     """The query heads that share this head's keys and values."""
-    size = run.facts.group
-    first = seen.head // size * size
+    size, layer, draft = page.run.facts.group, page.view.layer, page.draft
+    first = page.view.head // size * size
     members = range(first, first + size)
-    patterns = draft.patterns[seen.layer]
-    found = [held.known(run.id, seen.layer, head, patterns[head], draft.estimator) for head in members]
+    patterns = draft.patterns[layer]
+    known = [page.lab.measurements.known(page.run.id, layer, head, patterns[head], draft.estimator) for head in members]
     frame = pl.DataFrame(
         {
-            "head": [f"L{seen.layer} H{head}" for head in members],
+            "head": [f"L{layer} H{head}" for head in members],
             "pattern": [words.label(patterns[head]) for head in members],
-            "missed, mean": [None if one is None else one.missed_mass_mean for one in found],
-            "missed, worst row": [None if one is None else one.missed_mass_worst for one in found],
-            "computes": [None if one is None else one.computed_density for one in found],
+            "missed, mean": [None if one is None else one.missed_mass_mean for one in known],
+            "missed, worst row": [None if one is None else one.missed_mass_worst for one in known],
+            "computes": [None if one is None else one.computed_density for one in known],
         }
     )
     percent = st.column_config.NumberColumn(format="percent")
@@ -162,4 +208,4 @@ def group(held: Lab, seen: View, run: Run, draft: Draft) -> None:
         alt="Heads of the group",
         column_config=dict.fromkeys(("missed, mean", "missed, worst row", "computes"), percent),
     )
-    st.caption(f"These {size} query heads read the same keys and values (KV head {seen.head // size}).")
+    st.caption(f"These {size} query heads read the same keys and values (KV head {page.view.head // size}).")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import CaptureError, PromptError
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.loss import measure
-from headscope.engine.model.apply import apply
 from headscope.engine.model.load import LoadedModel
-from headscope.engine.model.modules import attention_modules
+from headscope.engine.runs.answer import Answer, answer, next_token_kl
 from headscope.engine.runs.capture import stream
 from headscope.kernels.cells.plan import TILES_VERSION
 from headscope.studio.base.errors import StoreError
@@ -27,16 +26,6 @@ from headscope.studio.work.lab import Lab
 from headscope.studio.work.results import Run
 
 NEW_TOKENS = 48
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One generation: text, time to first token (prefill and first decode choice, model only), and all of it."""
-
-    text: str
-    ttft_ms: float
-    total_ms: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -57,17 +46,20 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the texts."""
-        body = asdict(self)
-        for name in ("dense", "sparse"):
-            del body[name]["text"]
-        del body["top_dense"], body["top_sparse"]
+        body = {
+            name: getattr(self, name)
+            for name in ("kl", "same_first", "in_situ", "isolated", "layers", "title", "run_id")
+        }
+        for name, one in (("dense", self.dense), ("sparse", self.sparse)):
+            body[name] = one.to_dict() | {"total_ms": one.total_ms}
+            del body[name]["text"], body[name]["token_ids"]
         body["isolated"] = [None if math.isnan(value) else value for value in self.isolated]
         return body
 
 
-def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
+def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
-    loaded = held.load(run.row.model, context)
+    loaded = lab.models.load(run.row.model, context)
     ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
     grid, estimator = draft.patterns, draft.estimator
     heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
@@ -77,47 +69,54 @@ def compare(held: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     if room < 1:
         raise PromptError("The prompt fills all of the model's positions, so there is no room for an answer.")
     count = min(NEW_TOKENS, room)
-    # One short pass of each first: the first call of a process pays for things that no later one does.
-    for warm_sparse in (False, True):
-        with torch.no_grad(), apply(loaded, config) if warm_sparse else nullcontext():
-            loaded.model(input_ids=ids[:, :8], use_cache=False, logits_to_keep=1)
-    with _watched(loaded, context, 0, 3 * layers, "Dense prefill"):
-        dense, dense_logits = _answer(loaded, ids, count, "Dense", context)
-    with apply(loaded, config), _watched(loaded, context, layers, 3 * layers, "Sparse prefill"):
-        sparse, sparse_logits = _answer(loaded, ids, count, "Sparse", context)
+
+    def run_once(name: str, done: int, under: HeadConfig | None) -> Answer:
+        return answer(
+            loaded,
+            ids,
+            under,
+            max_new_tokens=count,
+            on_layer=lambda layer, of: context.report(
+                done + layer - 1, 3 * layers, f"{name} prefill: layer {layer} of {of}"
+            ),
+            on_token=lambda token: context.say(f"{name} answer: token {token} of {count}"),
+            cancel=lambda: context.cancelled,
+        )
+
+    dense, sparse = run_once("Dense", 0, None), run_once("Sparse", layers, config)
     found: dict[int, float] = {}
 
-    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    def visit(layer: int, inputs: LayerInputs) -> None:
         context.step(2 * layers + layer, 3 * layers, f"Measuring in place: layer {layer + 1} of {layers}")
-        result = measure.measure_heads(q, k, v, grid[layer], layer=layer, scale=scale, estimator=estimator)
+        result = measure.measure_patterns(inputs, grid[layer], layer=layer, estimator=estimator)
         found[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
 
     stream(loaded, ids, visit, config=config, cancel=lambda: context.cancelled, logits=False)
-    isolated = _isolated(held, context, run, draft, tuple(found))
-    first, second = (torch.log_softmax(logits.double(), -1) for logits in (dense_logits, sparse_logits))
+    isolated = _isolated(lab, context, run, draft, tuple(found))
+    first, second = (torch.log_softmax(one.logits.double(), -1) for one in (dense, sparse))
     made = Comparison(
         dense=dense,
         sparse=sparse,
-        kl=max(0.0, float((first.exp() * (first - second)).sum())),
+        kl=next_token_kl(dense.logits, sparse.logits),
         same_first=bool(first.argmax() == second.argmax()),
-        top_dense=_top(loaded, first),
-        top_sparse=_top(loaded, second),
+        top_dense=_top(loaded, ids, first),
+        top_sparse=_top(loaded, ids, second),
         in_situ=tuple(found.values()),
         isolated=isolated,
         layers=tuple(found),
         title=draft.title,
         run_id=run.id,
     )
-    _remember(held, run, made)
+    _remember(lab, run, made)
     return made
 
 
-def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
+def _isolated(lab: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
     """Mean isolated loss of each layer; heads that were edited and not looked at since are measured now.
 
     NaN for a layer that cannot be measured, since the capture is no longer stored.
     """
-    known = held.grid(run.id, draft.patterns, draft.estimator)
+    known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
     missing = [
         (layer, head, draft.patterns[layer][head])
         for layer in layers
@@ -126,81 +125,26 @@ def _isolated(held: Lab, context: Context, run: Run, draft: Draft, layers: Seque
     ]
     if missing:
         with suppress(CaptureError):
-            held.measure(run, missing, context, estimator=draft.estimator)
-            known = held.grid(run.id, draft.patterns, draft.estimator)
+            lab.measurements.measure(run, missing, context, estimator=draft.estimator)
+            known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
     return tuple(
         sum(math.nan if one is None else one.missed_mass_mean for one in known[layer]) / len(known[layer])
         for layer in layers
     )
 
 
-def _remember(held: Lab, run: Run, made: Comparison) -> None:
+def _remember(lab: Lab, run: Run, made: Comparison) -> None:
     try:
-        held.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
+        lab.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
     except StoreError:
         return  # the comparison is on the page; the record of it can wait for a database that works
 
 
-def _answer(
-    loaded: LoadedModel, ids: torch.Tensor, count: int, name: str, context: Context
-) -> tuple[Answer, torch.Tensor]:
-    """Greedy generation with the time of its first token, and the float32 logits [vocabulary] of that token."""
-    times: list[float] = []
-    began = time.perf_counter()
-
-    class Clock:
-        """transformers calls `put` with the prompt, then with every token."""
-
-        def put(self, value: torch.Tensor) -> None:
-            times.append(time.perf_counter())
-            context.say(f"{name} answer: token {len(times) - 1} of {count}")
-
-        def end(self) -> None:
-            return
-
-    result = loaded.model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        streamer=Clock(),
-        return_dict_in_generate=True,
-        output_logits=True,
-        pad_token_id=loaded.tokenizer.pad_token_id or loaded.tokenizer.eos_token_id,
-    )
-    new = result.sequences[0, ids.shape[1] :]
-    text = loaded.tokenizer.decode(new, skip_special_tokens=True)
-    total = (time.perf_counter() - began) * 1e3
-    return Answer(text, (times[1] - began) * 1e3, total, len(new)), result.logits[0][0].float().cpu()
-
-
-def _top(loaded: LoadedModel, logs: torch.Tensor) -> tuple[tuple[str, float], ...]:
-    best = logs.topk(5)
+def _top(loaded: LoadedModel, ids: torch.Tensor, logs: torch.Tensor) -> tuple[tuple[str, float], ...]:
+    """The five likeliest next tokens as they would go on after the prompt (alone, some lose their space)."""
+    best, last = logs.topk(5), ids[0, -4:].tolist()
+    before = len(loaded.tokenizer.decode(last))
     return tuple(
-        (loaded.tokenizer.decode([token]), value)
+        (loaded.tokenizer.decode([*last, token])[before:], value)
         for token, value in zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
     )
-
-
-@contextmanager
-def _watched(loaded: LoadedModel, context: Context, done: int, total: int, words: str) -> Iterator[None]:
-    """Progress and cancel at every attention layer while the block runs."""
-    modules = list(attention_modules(loaded.model))
-    prefill = True
-
-    def before(layer: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            nonlocal prefill
-            context.check()
-            if prefill:
-                context.report(done + layer, total, f"{words}: layer {layer + 1} of {len(modules)}")
-                prefill = layer + 1 < len(modules)
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(before(layer)) for layer, module in enumerate(modules)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

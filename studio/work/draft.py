@@ -1,13 +1,13 @@
 """A person's working copy of a head config: a base, and edits that can be undone one by one.
 
-Immutable: each change gives a new draft with a higher sequence, so that the store can keep every state and two
-tabs never overwrite each other's half.
+Immutable: each change gives a new draft with a higher sequence, so that two tabs never overwrite each other's half.
+The store keeps what a draft started from once, and each edit as it comes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -30,6 +30,29 @@ class Edit:
     changes: tuple[tuple[Head, Pattern], ...]
     base: tuple[str, str | None] | None = None
     estimator: Estimator | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; patterns are written once each."""
+        numbers: dict[Pattern, int] = {}
+        changes = [[layer, head, numbers.setdefault(pattern, len(numbers))] for (layer, head), pattern in self.changes]
+        return {
+            "label": self.label,
+            "base": self.base,
+            "patterns": [pattern.to_dict() for pattern in numbers],
+            "changes": changes,
+            "estimator": None if self.estimator is None else self.estimator.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any], known: Sequence[Pattern]) -> Edit:
+        """The edit that `to_dict` wrote; `known` are the patterns that its numbers mean."""
+        estimator = body.get("estimator")
+        return cls(
+            body["label"],
+            tuple(((layer, head), known[number]) for layer, head, number in body["changes"]),
+            None if body["base"] is None else (body["base"][0], body["base"][1]),
+            None if estimator is None else Estimator.from_dict(estimator),
+        )
 
 
 @dataclass(frozen=True)
@@ -56,8 +79,8 @@ class Draft:
     @cached_property
     def estimator(self) -> Estimator:
         """How the online index samples: as in the version that the draft stands on."""
-        chosen = (edit.estimator for edit in reversed(self.edits) if edit.estimator is not None)
-        return next(chosen, self.base_estimator)
+        newest_first = (edit.estimator for edit in reversed(self.edits) if edit.estimator is not None)
+        return next(newest_first, self.base_estimator)
 
     @cached_property
     def standing(self) -> tuple[str, str | None, int]:
@@ -137,48 +160,33 @@ class Draft:
             ]
         return [(layer, head)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; patterns are written once each."""
-        names: dict[Pattern, int] = {}
-
-        def place(pattern: Pattern) -> int:
-            return names.setdefault(pattern, len(names))
-
-        base = [[place(pattern) for pattern in row] for row in self.base]
-        edits = [
-            {
-                "label": edit.label,
-                "base": edit.base,
-                "changes": [[layer, head, place(pattern)] for (layer, head), pattern in edit.changes],
-                "estimator": None if edit.estimator is None else edit.estimator.to_dict(),
-            }
-            for edit in self.edits
-        ]
+    def start_dict(self) -> dict[str, Any]:
+        """A JSON-ready form of what the draft started from; patterns are written once each."""
+        numbers: dict[Pattern, int] = {}
+        base = [[numbers.setdefault(pattern, len(numbers)) for pattern in row] for row in self.base]
         return {
             "base_name": self.base_name,
             "base_id": self.base_id,
             "base_estimator": self.base_estimator.to_dict(),
-            "patterns": [pattern.to_dict() for pattern in names],
+            "patterns": [pattern.to_dict() for pattern in numbers],
             "base": base,
-            "edits": edits,
         }
 
     @classmethod
-    def from_dict(cls, draft_id: str, sequence: int, body: Mapping[str, Any]) -> Draft:
-        """The draft that `to_dict` wrote; drafts from before estimators were kept have the default one."""
+    def from_dict(
+        cls, draft_id: str, sequence: int, body: Mapping[str, Any], edits: Sequence[Mapping[str, Any]] = ()
+    ) -> Draft:
+        """The draft of `start_dict` with the edits of `Edit.to_dict`.
+
+        Older drafts hold their edits in the body, with the body's patterns; those from before estimators were kept have
+        the default one.
+        """
         known = [patterns.from_dict(entry) for entry in body["patterns"]]
-        edits = tuple(
-            Edit(
-                entry["label"],
-                tuple(((layer, head), known[index]) for layer, head, index in entry["changes"]),
-                None if entry["base"] is None else (entry["base"][0], entry["base"][1]),
-                None if entry.get("estimator") is None else Estimator.from_dict(entry["estimator"]),
-            )
-            for entry in body["edits"]
-        )
+        first = tuple(Edit.from_dict(entry, known) for entry in body.get("edits", ()))
+        rest = tuple(Edit.from_dict(entry, [patterns.from_dict(one) for one in entry["patterns"]]) for entry in edits)
         base = tuple(tuple(known[index] for index in row) for row in body["base"])
-        first = Estimator.from_dict(body.get("base_estimator", {}))
-        return cls(draft_id, body["base_name"], body["base_id"], base, edits, sequence, first)
+        estimator = Estimator.from_dict(body.get("base_estimator", {}))
+        return cls(draft_id, body["base_name"], body["base_id"], base, (*first, *rest), sequence, estimator)
 
 
 def uniform(draft_id: str, name: str, pattern: Pattern, layers: int, heads: int) -> Draft:

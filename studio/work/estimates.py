@@ -11,7 +11,7 @@ import torch
 
 from headscope.engine.config.facts import ModelFacts
 from headscope.studio.base.words import milliseconds, size
-from headscope.studio.store.store import RunRow
+from headscope.studio.store.rows import RunRow
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,27 @@ every head again from it on the stored capture with the numbers that the evidenc
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base.errors import ConfigError
+from headscope.engine.config import evidence as record
+from headscope.engine.config.evidence import Evidence, prompt_record
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.config.file import HeadConfig, HeadEntry
-from headscope.engine.loss.mass import FLOOR
+from headscope.engine.loss.mass import MISSED_MASS_FLOOR
 from headscope.engine.loss.measure import HeadMeasurement
-from headscope.engine.patterns.families import from_dict
 from headscope.kernels.cells.plan import TILES_VERSION
-from headscope.studio.store.store import ConfigRow, now
+from headscope.studio.store.rows import ConfigRow
+from headscope.studio.work import prompts
 from headscope.studio.work.draft import Draft, Grid
 from headscope.studio.work.jobs import Context
 from headscope.studio.work.lab import Lab
 from headscope.studio.work.results import Run
 
-Notes = dict[str, Any] | None
-Stored = tuple[tuple[dict[str, Any], Notes], ...]
+MOST_HEADS = 2**16
+"""Heads that a config may have to be taken in: several times those of the largest models."""
 
 
 @dataclass(frozen=True)
@@ -48,113 +49,74 @@ class RoundTrip:
 
 def evidence(measurement: HeadMeasurement, run: Run) -> dict[str, Any]:
     """What justified a head's pattern: numbers as measured, and where."""
-    return {
-        "missed_mass_mean": measurement.missed_mass_mean,
-        "missed_mass_worst": measurement.missed_mass_worst,
-        "output_error": measurement.output_error,
-        "computed_density": measurement.computed_density,
-        "computed_pairs": measurement.computed_pairs,
-        "time_share_ms": measurement.time_share_ms,
-        "loss": "isolated",
-        "run": run.id,
-        "tokens": run.row.tokens,
-        "prompt_sha256": run.row.prompt_sha256,
-    }
+    return Evidence.of(measurement, prompt_of(run), run=run.id).to_dict()
 
 
-def save_draft(held: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple[ConfigRow, Draft]:
+def prompt_of(run: Run) -> dict[str, Any]:
+    """The run's prompt, as evidence and provenance name it."""
+    sha256 = run.row.prompt_sha256
+    kind = prompts.kind_of(run.prompt_name, sha256)
+    return prompt_record(run.prompt_name, kind, sha256, run.row.tokens, run.row.chat_template)
+
+
+def save_draft(lab: Lab, draft: Draft, run: Run, name: str, note: str) -> tuple[ConfigRow, Draft]:
     """Stores the draft as a version with parent and evidence; the draft then stands on it. StoreError loses nothing."""
-    heads = [
-        [
-            (pattern.to_dict(), _notes(None if known is None else evidence(known, run), None))
-            for pattern, known in zip(patterns, row, strict=True)
-        ]
-        for patterns, row in zip(draft.patterns, held.grid(run.id, draft.patterns, draft.estimator), strict=True)
-    ]
     _, parent, _ = draft.standing
-    stored = held.store.save_config(
-        name,
-        heads,
-        parent_id=parent,
-        run_id=run.id,
-        note=note,
-        tiles=TILES_VERSION,
-        estimator=draft.estimator.to_dict(),
-        model=run.facts.to_dict(),
-        provenance=provenance(run, draft),
-        audit={},
+    row = lab.store.save_config(name, draft_config(lab, draft, run), parent_id=parent, run_id=run.id, note=note)
+    return row, lab.drafts.keep(draft.onto(row.title, row.id, draft.patterns, draft.estimator))
+
+
+def draft_config(lab: Lab, draft: Draft, run: Run) -> HeadConfig:
+    """The draft as the engine's config, each head with what was measured of it on the run."""
+    known = lab.measurements.grid(run.id, draft.patterns, draft.estimator)
+    heads = tuple(
+        tuple(
+            HeadEntry(pattern, None if measurement is None else evidence(measurement, run))
+            for pattern, measurement in zip(patterns, row, strict=True)
+        )
+        for patterns, row in zip(draft.patterns, known, strict=True)
     )
-    return stored, held.keep_draft(draft.onto(title(stored), stored.id, draft.patterns, draft.estimator))
+    return HeadConfig(run.facts.to_dict(), provenance(run, draft), TILES_VERSION, draft.estimator, heads)
 
 
 def provenance(run: Run, draft: Draft) -> dict[str, Any]:
     """How a version made by hand came to be, and on what: a version, a search's choice or the start."""
     base, parent, edits = draft.standing
-    return {
-        "created": now().isoformat(),
-        "made": "by hand in the studio",
-        "stands_on": base,
-        "edits": edits,
-        "versions": run.row.versions,
-        "device": run.row.device,
-        "dtype": run.row.dtype,
-        "prompts": [
-            {
-                "sha256": run.row.prompt_sha256,
-                "tokens": run.row.tokens,
-                "name": run.prompt_name,
-                "chat_template": run.row.chat_template,
-            }
-        ],
-        "lengths": [run.row.tokens],
-        "metric": "missed mass, isolated",
-        "parent": parent,
-    }
-
-
-def save_imported(held: Lab, config: HeadConfig, name: str) -> ConfigRow:
-    """Stores a config that came from a file as a version of its own."""
-    heads = [
-        [(entry.pattern.to_dict(), _notes(entry.evidence, entry.foreign)) for entry in row] for row in config.heads
-    ]
-    return held.store.save_config(
-        name,
-        heads,
-        note="imported",
-        tiles=config.tiles,
-        estimator=config.estimator.to_dict(),
-        model=config.model,
-        provenance=config.provenance,
-        audit=config.audit,
+    then = {name: version for name, version in run.row.versions.items() if name != "hardware"}
+    return record.provenance(
+        "by hand in the studio",
+        hardware=str(run.row.versions.get("hardware", "")),
+        device=run.row.device,
+        dtype=run.row.dtype,
+        prompts=[prompt_of(run)],
+        metric="missed mass, isolated",
+        parent=parent,
+        versions_then=then,
+        stands_on=base,
+        edits=edits,
     )
 
 
-def title(row: ConfigRow) -> str:
-    """Such as `v3 calm`."""
-    return f"v{row.number} {row.name}"
+def grid_of(config: HeadConfig) -> Grid:
+    """A config's patterns."""
+    return tuple(config.patterns(layer) for layer in range(len(config.heads)))
 
 
-def grid_of(row: ConfigRow) -> Grid:
-    """A stored version's patterns."""
-    return tuple(tuple(from_dict(pattern) for pattern, _ in line) for line in row.heads)
-
-
-def head_config(row: ConfigRow) -> HeadConfig:
-    """A stored version as the engine's config."""
-    heads = tuple(
-        tuple(
-            HeadEntry(from_dict(pattern), (notes or {}).get("evidence"), (notes or {}).get("foreign"))
-            for pattern, notes in line
-        )
-        for line in row.heads
-    )
-    provenance = row.provenance | {"config": row.id, "version": row.number, "title": row.name}
-    return HeadConfig(row.model, provenance, row.tiles, Estimator.from_dict(row.estimator), heads, row.audit)
+def to_file(row: ConfigRow) -> HeadConfig:
+    """A stored version as it goes into a file, with its place among the versions."""
+    named = {"config": row.id, "version": row.number, "title": row.name}
+    return replace(row.config, provenance=row.config.provenance | named)
 
 
 def read_import(name: str, data: bytes, facts: ModelFacts | None) -> HeadConfig:
     """A config from an uploaded file. ConfigError with every reason if it is malformed or for another model."""
     config = HeadConfig.from_json(data, name[:80])
+    heads = sum(len(row) for row in config.heads)
+    if heads > MOST_HEADS:
+        raise ConfigError(
+            f"{name[:80]} has {heads:,} heads, and the studio takes in up to {MOST_HEADS:,}: give the file to the "
+            "engine itself."
+        )
     if facts is not None:
         reasons = config.check(facts)
         if reasons:
@@ -162,9 +124,9 @@ def read_import(name: str, data: bytes, facts: ModelFacts | None) -> HeadConfig:
     return config
 
 
-def round_trip(held: Lab, context: Context, row: ConfigRow, run: Run | None) -> RoundTrip:
+def round_trip(lab: Lab, context: Context, row: ConfigRow, run: Run | None) -> RoundTrip:
     """A job: write the version to a file, load it with the engine, compare, and measure every head again from it."""
-    config = head_config(row)
+    config = to_file(row)
     with tempfile.TemporaryDirectory(prefix="headscope-export-") as folder:
         path = config.save(Path(folder) / f"headscope-v{row.number}.json")
         text = path.read_text("utf-8")
@@ -179,14 +141,14 @@ def round_trip(held: Lab, context: Context, row: ConfigRow, run: Run | None) -> 
     else:
         problems += loaded.check(run.facts)
     if run is not None and not problems:
-        heads, largest, differing = _measure_again(held, context, loaded, run)
+        heads, largest, differing = _measure_again(lab, context, loaded, run)
         problems += differing
     return RoundTrip(
         text, f"headscope-v{row.number}.json", heads, largest, tuple(problems), "" if run is None else run.id
     )
 
 
-def _measure_again(held: Lab, context: Context, config: HeadConfig, run: Run) -> tuple[int, float, list[str]]:
+def _measure_again(lab: Lab, context: Context, config: HeadConfig, run: Run) -> tuple[int, float, list[str]]:
     """Heads compared, largest difference in missed mass, and what differs; the evidence must be of this very run."""
     wanted = [
         (layer, head, entry.pattern)
@@ -196,20 +158,15 @@ def _measure_again(held: Lab, context: Context, config: HeadConfig, run: Run) ->
     ]
     if not wanted:
         return 0, 0.0, ["its evidence is of another run: open that run, then check again"]
-    again = held.measure(run, wanted, context, remember=False, estimator=config.estimator)
+    again = lab.measurements.measure(run, wanted, context, remember=False, estimator=config.estimator)
     largest, differing = 0.0, []
     for one in again:
         claimed = config.heads[one.layer][one.head].evidence or {}
         gaps = [abs(getattr(one, name) - claimed[name]) for name in ("missed_mass_mean", "missed_mass_worst")]
         largest = max(largest, *gaps)
-        if max(gaps) > FLOOR or one.computed_pairs != claimed["computed_pairs"]:
+        if max(gaps) > MISSED_MASS_FLOOR or one.computed_pairs != claimed["computed_pairs"]:
             differing.append(f"L{one.layer} H{one.head}")
     if differing:
         named = ", ".join(differing[:6]) + (" and more" if len(differing) > 6 else "")
         return len(again), largest, [f"measured again, {len(differing)} heads differ from their evidence: {named}"]
     return len(again), largest, []
-
-
-def _notes(proof: Notes, foreign: Notes) -> Notes:
-    kept = {name: value for name, value in (("evidence", proof), ("foreign", foreign)) if value is not None}
-    return kept or None

@@ -3,12 +3,16 @@
 A `Job` is long work of one session (a run, a comparison); a session has at most one. Short calls (one head
 measured again) go through `Worker.quick`: they run on the same thread, between the layers of whatever long job
 is under way, so that tuning stays quick while somebody else's prompt runs. Nothing here knows streamlit.
+
+The thread outlives whatever the work raises, also what is no `Exception` (a panic in a library written in Rust). Should
+it end all the same, the work at hand fails with a sentence and another thread goes on with the queue.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +27,8 @@ from headscope.studio.base.errors import Busy, Cancelled
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+ENDED = "The device's thread ended in the middle of the work: nothing was lost, you can run it again."
 
 KEPT_JOBS = 64
 """Finished jobs that stay in memory."""
@@ -75,11 +81,18 @@ class Context:
     def __init__(self, worker: Worker, job: Job) -> None:
         self._worker = worker
         self._job = job
+        self._away = 0.0
+
+    def clock(self) -> float:
+        """Seconds that only this work takes: other sessions' short calls, served in between, are left out."""
+        return time.perf_counter() - self._away
 
     def step(self, done: int, total: int, words: str) -> None:
         """Reports progress, serves waiting short calls, and raises `Cancelled` if the person asked to stop."""
         self.report(done, total, words)
+        left = time.perf_counter()
         self._worker.serve_quick()
+        self._away += time.perf_counter() - left
         self.check()
 
     def report(self, done: int, total: int, words: str) -> None:
@@ -127,7 +140,10 @@ class Worker:
         self._quick: queue.SimpleQueue[_Quick] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="headscope-device", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._live, name="headscope-device", daemon=True)
         self._thread.start()
 
     def submit(self, owner: str, kind: str, title: str, work: Callable[[Context], Any]) -> Job:
@@ -144,7 +160,7 @@ class Worker:
 
     def quick(self, work: Callable[[], T], timeout: float = 30.0) -> T:
         """Runs a short call on the device's thread and returns its result, or raises what it raised."""
-        if threading.current_thread() is self._thread:
+        if self.here:
             return work()
         call = _Quick(work)
         self._quick.put(call)
@@ -152,10 +168,17 @@ class Worker:
         if not call.finished.wait(timeout):
             call.abandoned = True
             raise Busy(f"The device was busy for {timeout:.0f} s with another run: try again in a moment.")
-        if call.error is not None:
+        if isinstance(call.error, Exception):
             raise call.error
+        if call.error is not None:  # it must not end the caller's thread either
+            raise HeadscopeError(sentence(call.error)) from call.error
         result: T = call.result
         return result
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller runs on the device's thread."""
+        return threading.current_thread() is self._thread
 
     def serve_quick(self) -> None:
         """Runs the short calls that wait. Called by the worker's thread only."""
@@ -168,9 +191,10 @@ class Worker:
                 continue
             try:
                 call.result = call.work()
-            except Exception as error:
+            except BaseException as error:  # a panic too must reach the caller, and leave the thread alive
                 call.error = error
-            call.finished.set()
+            finally:
+                call.finished.set()
 
     def job(self, job_id: str) -> Job | None:
         """A job by its id, while it is remembered."""
@@ -204,6 +228,24 @@ class Worker:
         for job in ended[: max(0, len(ended) - KEPT_JOBS)]:
             del self._jobs[job.id]
 
+    def _live(self) -> None:
+        """The thread from its start to its end; if that was not asked for, another takes over."""
+        try:
+            self._loop()
+        finally:
+            if not self._closed and not sys.is_finalizing():
+                self._take_over()
+
+    def _take_over(self) -> None:
+        """Ends the work that went down with the thread, and starts a new one for what waits."""
+        log.error("the device's thread ended; a new one takes over")
+        with self._lock:
+            job, self._running = self._running, None
+        if job is not None and job.open:
+            _end(job, "failed", ENDED)
+        self._wake.set()
+        self._start()
+
     def _loop(self) -> None:
         while not self._closed:
             self._wake.wait()
@@ -221,6 +263,7 @@ class Worker:
     def _run(self, job: Job) -> None:
         job.started = time.monotonic()
         job.state = "running"
+        state, problem = "failed", ""
         try:
             context = Context(self, job)
             context.check()
@@ -228,14 +271,19 @@ class Worker:
             state = "done"
         except Cancelled:
             state = "cancelled"
-        except Exception as error:
+        except BaseException as error:  # a panic too ends the job alone
             state = "cancelled" if job.stop.is_set() else "failed"
-            job.error = sentence(error)
-        job.ended = time.monotonic()
-        job.state = state
+            problem = sentence(error)
         with self._lock:
             self._running = None
-        job.finished.set()
+        _end(job, state, problem)
+
+
+def _end(job: Job, state: str, problem: str) -> None:
+    job.error = problem
+    job.ended = time.monotonic()
+    job.state = state
+    job.finished.set()
 
 
 def sentence(error: BaseException) -> str:

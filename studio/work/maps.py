@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from headscope.engine.attend.index import Index
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.loss import mass
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.layout import Layout
+from headscope.kernels.torch.probabilities import at_least_float32, probabilities
 
 WORST_ROWS = 192
 """Rows, those that miss most, that are searched for the largest missed cells."""
@@ -62,8 +64,7 @@ def edges(first: int, stop: int, cells: int) -> tuple[int, ...]:
 
 
 def head_maps(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    inputs: ScoreInputs,
     lse: torch.Tensor,
     index: Index,
     missed: torch.Tensor,
@@ -76,29 +77,24 @@ def head_maps(
 ) -> HeadMaps:
     """Maps of one head of one unpadded sequence. `dense` is `dense_sums` of the same crop, if it is known already.
 
-    q [1, 1, S, D], k [1, 1, T, D], dense lse [1, 1, S], the index of that head alone, missed [S] per row.
+    Dense lse [1, 1, S], the index of that head alone, missed [S] per row.
     `rows` and `columns` are half-open ranges of own positions, clipped to what exists; ValueError if none does.
     """
-    first = k.shape[2] - q.shape[2]
-    row_edges, column_edges = grid_edges(q, k, rows, columns, cells)
+    first = inputs.length - inputs.rows
+    row_edges, column_edges = grid_edges(inputs, rows, columns, cells)
     if dense is None:
-        dense = dense_sums(q, k, lse, index.scale, row_edges, column_edges)
+        dense = dense_sums(inputs, lse, row_edges, column_edges)
     span = {"rows": (row_edges[0], row_edges[-1]), "cols": (column_edges[0], column_edges[-1])}
     shape = dense.shape
-    kept = (
-        mass.pooled_map(q, k, lse, scale=index.scale, shape=shape, index=index, rows=span["rows"], cols=span["cols"])[
-            0, 0
-        ]
-        .cpu()
-        .numpy()
-    )
+    pooled = mass.pooled_map(inputs, lse, shape=shape, index=index, rows=span["rows"], cols=span["cols"])
+    kept = pooled[0, 0].cpu().numpy()
     covered = mass.coverage_map(index, shape=shape, rows=span["rows"], cols=span["cols"])[0, 0].cpu().numpy()
     causal = causal_pairs(row_edges, column_edges)
     void = causal == 0
     share = np.divide(covered, causal, out=np.zeros(shape), where=~void)
     spans = np.diff(np.asarray(row_edges))[:, None]
-    probe = _rows_of(q, k, lse, index.computed, index.scale)
-    near, far = _distances(probe, first, k.shape[2])
+    probe = _rows_of(inputs, lse, index.computed)
+    near, far = _distances(probe, first, inputs.length)
     return HeadMaps(
         row_edges,
         column_edges,
@@ -112,27 +108,25 @@ def head_maps(
 
 
 def grid_edges(
-    q: torch.Tensor, k: torch.Tensor, rows: tuple[int, int] | None, columns: tuple[int, int] | None, cells: int = 128
+    inputs: ScoreInputs, rows: tuple[int, int] | None, columns: tuple[int, int] | None, cells: int = 128
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Row and column limits of a head's maps; the spans are clipped to what exists."""
-    length = k.shape[2]
-    return edges(*_clip(rows, length - q.shape[2], length), cells), edges(*_clip(columns, 0, length), cells)
+    length = inputs.length
+    return edges(*_clip(rows, length - inputs.rows, length), cells), edges(*_clip(columns, 0, length), cells)
 
 
 def dense_sums(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    inputs: ScoreInputs,
     lse: torch.Tensor,
-    scale: float,
     row_edges: tuple[int, ...],
     column_edges: tuple[int, ...],
 ) -> np.ndarray:
     """Exact sums of dense probability per cell, float32 [rows, columns]: the same whatever the pattern."""
     shape = (len(row_edges) - 1, len(column_edges) - 1)
     spans = {"rows": (row_edges[0], row_edges[-1]), "cols": (column_edges[0], column_edges[-1])}
-    pooled = mass.pooled_map(q, k, lse, scale=scale, shape=shape, rows=spans["rows"], cols=spans["cols"])
-    found: np.ndarray = pooled[0, 0].cpu().numpy()
-    return found
+    pooled = mass.pooled_map(inputs, lse, shape=shape, rows=spans["rows"], cols=spans["cols"])
+    sums: np.ndarray = pooled[0, 0].cpu().numpy()
+    return sums
 
 
 def causal_pairs(row_edges: tuple[int, ...], column_edges: tuple[int, ...]) -> np.ndarray:
@@ -151,20 +145,16 @@ def _clip(span: tuple[int, int] | None, least: int, most: int) -> tuple[int, int
     return low, high
 
 
-def _rows_of(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, layout: Layout, scale: float
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _rows_of(inputs: ScoreInputs, lse: torch.Tensor, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from own positions [r] to their missed probabilities float32 [r, T]."""
     table = membership.tables(layout)
-    length = k.shape[2]
-    first = length - q.shape[2]
-    keys, columns = k[0, 0].float(), torch.arange(length, device=k.device)
+    length, first = inputs.length, inputs.length - inputs.rows
+    keys, columns = at_least_float32(inputs.k[0, :1]), torch.arange(length, device=inputs.device)
 
     def missed(own: torch.Tensor) -> torch.Tensor:
-        own = own.to(k.device)
+        own = own.to(inputs.device)
         local = own - first
-        weight = ((q[0, 0, local].float() @ keys.T) * scale - lse[0, 0, local, None].float()).exp_()
-        weight = weight.masked_fill_(columns[None, :] > own[:, None], 0.0)
+        weight = probabilities(inputs.q[0, :1, local], keys, lse[0, :1, local], own, inputs.scale)[0]
         return weight.masked_fill_(membership.cells(layout, table, slice(0, 1), own, columns)[0], 0.0)
 
     return missed
@@ -188,13 +178,13 @@ def _places(
 ) -> tuple[Place, ...]:
     """The largest missed cells, at most one a row, among the rows that miss most."""
     worst = missed.cpu().topk(min(WORST_ROWS, missed.shape[0])).indices + first
-    found: list[Place] = []
+    largest: list[Place] = []
     for part in worst.split(32):
         lost = probe(part)
         value, key = lost.max(dim=1)
-        found += [Place(*cell) for cell in zip(part.tolist(), key.tolist(), value.tolist(), strict=True)]
-    found.sort(key=lambda place: (-place.probability, place.query))
-    return tuple(place for place in found[:count] if place.probability > 1e-5)
+        largest += [Place(*cell) for cell in zip(part.tolist(), key.tolist(), value.tolist(), strict=True)]
+    largest.sort(key=lambda place: (-place.probability, place.query))
+    return tuple(place for place in largest[:count] if place.probability > 1e-5)
 
 
 def _blank(values: np.ndarray, void: np.ndarray) -> np.ndarray:

@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from headscope.engine.base.errors import PromptError
 from headscope.engine.model.load import LoadedModel
+from headscope.engine.prompts import tokens
+from headscope.engine.prompts.prompt import Prompt
 from headscope.engine.prompts.sources import SamplePrompt, checked_text, list_prompts
-from headscope.engine.prompts.tokens import encode as engine_encode
-from headscope.engine.prompts.tokens import has_template
+from headscope.engine.prompts.template import has_template
+from headscope.engine.prompts.tokens import Encoded
 from headscope.studio.base.words import size
 
 LARGEST_BYTES = 8 * 2**20
 """Text above this is refused before anything reads it: a million tokens are about 4 MiB."""
 
 FEWEST_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text and where it came from; `kind` is "sample", "pasted" or "uploaded"."""
-
-    name: str
-    kind: str
-    text: str
-
-    @property
-    def sha256(self) -> str:
-        """Hash of the text alone."""
-        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A prompt as a model reads it: ids int64 [1, n] and the text of each token."""
-
-    ids: torch.Tensor
-    pieces: tuple[str, ...]
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens."""
-        return int(self.ids.shape[1])
 
 
 @cache
@@ -58,7 +29,12 @@ def samples() -> dict[str, SamplePrompt]:
 @cache
 def sample(name: str) -> Prompt:
     """A sample as a prompt."""
-    return Prompt(name, "sample", samples()[name].read())
+    return samples()[name].read()
+
+
+def kind_of(name: str, sha256: str) -> str:
+    """What sort of text a stored prompt is: that of the sample that it is, else its name."""
+    return sample(name).kind if name in samples() and sample(name).sha256 == sha256 else name
 
 
 def pasted(text: str) -> Prompt:
@@ -74,20 +50,20 @@ def uploaded(name: str, data: bytes) -> Prompt:
     return _checked(Path(name).name[:80] or "upload", "uploaded", data, "The file")
 
 
-def _checked(name: str, kind: str, data: bytes, words: str) -> Prompt:
+def _checked(name: str, origin: str, data: bytes, words: str) -> Prompt:
     if len(data) > LARGEST_BYTES:
         raise PromptError(f"{words} has {size(len(data))}, and a prompt may have {size(LARGEST_BYTES)}: cut it first.")
-    return Prompt(name, kind, checked_text(data, words))
+    return Prompt(name, origin, checked_text(data, words), origin)
 
 
 def encode(loaded: LoadedModel, text: str, chat: bool) -> Encoded:
-    """Token ids and pieces. PromptError if the model cannot take it (too short, too long, no chat template)."""
+    """Token ids with the text of each. PromptError if the model cannot take it (too short or long, no template)."""
     if chat and not has_template(loaded):
         raise PromptError(f"The model {loaded.name} has no chat template: switch the template off.")
-    ids = engine_encode(loaded, text, chat)
-    if ids.shape[1] < FEWEST_TOKENS:
-        raise PromptError(f"The prompt has {ids.shape[1]} tokens, and a picture needs at least {FEWEST_TOKENS}.")
-    return Encoded(ids, tuple(loaded.tokenizer.batch_decode([[token] for token in ids[0].tolist()])))
+    encoded = tokens.encode(loaded, text, chat, pieces=True)
+    if encoded.tokens < FEWEST_TOKENS:
+        raise PromptError(f"The prompt has {encoded.tokens} tokens, and a picture needs at least {FEWEST_TOKENS}.")
+    return encoded
 
 
 def rough_tokens(text: str) -> int:

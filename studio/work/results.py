@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from headscope.engine.attend.estimator import Estimator
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.engine.patterns import families as patterns
-from headscope.studio.store.store import RunRow
+from headscope.engine.patterns.families import Pattern
+from headscope.studio.store.rows import RunRow
+from headscope.studio.work.draft import pattern_key
 from headscope.studio.work.maps import HeadMaps
 
 METRICS: dict[str, str] = {
@@ -44,6 +47,22 @@ class Run:
 
 
 @dataclass(frozen=True)
+class HeadCase:
+    """One head of a run under a pattern, and how the online index samples."""
+
+    run: Run
+    layer: int
+    head: int
+    pattern: Pattern
+    estimator: Estimator = field(default_factory=Estimator)
+
+    @property
+    def key(self) -> tuple[str, int, int, str, Estimator]:
+        """What a measurement of it is kept under."""
+        return measurement_key(self.run.id, self.layer, self.head, self.pattern, self.estimator)
+
+
+@dataclass(frozen=True)
 class HeadDetail:
     """One head alone under one pattern. Times in ms are of this head alone; `missed` [rows] float32 per row."""
 
@@ -56,10 +75,22 @@ class HeadDetail:
     missed: np.ndarray
     maps: HeadMaps
 
+    def case(self, run: Run) -> HeadCase:
+        """What this is a detail of."""
+        one = self.measurement
+        return HeadCase(run, one.layer, one.head, one.pattern, self.estimator)
+
     @property
     def sparse_ms(self) -> float:
         """Index and kernel together."""
         return self.index_ms + self.kernel_ms
+
+
+def measurement_key(
+    run_id: str, layer: int, head: int, pattern: Pattern, estimator: Estimator
+) -> tuple[str, int, int, str, Estimator]:
+    """What a measurement is kept under."""
+    return run_id, layer, head, pattern_key(pattern), estimator
 
 
 def metric_value(measurement: HeadMeasurement, metric: str) -> float:
@@ -68,6 +99,18 @@ def metric_value(measurement: HeadMeasurement, metric: str) -> float:
         return measurement.missed_mass_thirds[("start", "middle", "end").index(metric)]
     value: float = getattr(measurement, metric)
     return value
+
+
+def metric_grid(grid: Sequence[Sequence[HeadMeasurement | None]], metric: str) -> list[list[float]]:
+    """Values of a metric by layer and head, NaN where a head is not measured."""
+    return [[float("nan") if one is None else metric_value(one, metric) for one in row] for row in grid]
+
+
+def worst_order(values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Heads from the largest value to the smallest; those not measured last."""
+    flat = [(layer, head, value) for layer, row in enumerate(values) for head, value in enumerate(row)]
+    flat.sort(key=lambda item: (item[2] != item[2], -item[2] if item[2] == item[2] else 0.0, item[0], item[1]))
+    return [(layer, head) for layer, head, _ in flat]
 
 
 def measurement_from_dict(body: dict[str, Any]) -> HeadMeasurement:

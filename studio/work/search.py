@@ -41,10 +41,12 @@ from headscope.engine.search.run import choose, measure, read_run, summary, to_c
 from headscope.engine.search.source import ModelSource, encode_prompts
 from headscope.engine.search.table import Allocation, Prediction, Table, Target, allocate, fronts, predict
 from headscope.studio.base import words
-from headscope.studio.store.store import ConfigRow, data_dir, now
+from headscope.studio.store.places import data_dir
+from headscope.studio.store.rows import now
 from headscope.studio.work import prompts as texts
 from headscope.studio.work.draft import Draft
 from headscope.studio.work.draft import Grid as Patterns
+from headscope.studio.work.exports import grid_of
 from headscope.studio.work.jobs import Context
 from headscope.studio.work.lab import Lab
 
@@ -68,7 +70,7 @@ WHOLE = ("worst_row", "requested_pairs", "computed_pairs", "tile_cells")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchRequest:
     """What a person asked for: samples by name, the length they are cut to (None: whole), the candidates."""
 
     model: str
@@ -79,11 +81,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredSearch:
     """A stored search, ready for any target.
 
-    `cost` is what a choice minimises: `fitted`, the time on the machine of the search, or computed tiles. `made` are
-    the fronts under it and the default metric.
+    `cost` is what a choice minimises: `fitted`, the time on the machine of the search, or computed tiles. `fronts` are
+    those under it and the default metric.
     """
 
     id: str
@@ -94,17 +96,17 @@ class Found:
     table: Table
     fitted: CostModel
     cost: CostModel
-    made: list[Front]
+    fronts: list[Front]
 
     @property
     def unit(self) -> str:
         """What costs are counted in: `ms` or `tiles`."""
         return self.cost.unit
 
-    def counting(self, unit: str) -> Found:
+    def counting(self, unit: str) -> StoredSearch:
         """The same search with costs in `ms` of its machine, or in computed `tiles`."""
         cost = CostModel.tiles() if unit == "tiles" else self.fitted
-        return replace(self, cost=cost, made=fronts(self.table, cost, Target(max_missed=1.0)))
+        return replace(self, cost=cost, fronts=fronts(self.table, cost, Target(max_missed=1.0)))
 
     def in_ms(self, allocation: Allocation) -> Prediction:
         """What the choice is predicted to take on the machine of the search, whatever it minimises."""
@@ -113,7 +115,7 @@ class Found:
     def allocate(self, target: Target) -> Allocation:
         """The choice at a target; arithmetic on stored numbers."""
         same = target.metric == "mean" and target.weight == "none"
-        return allocate(self.table, self.cost, target, self.made if same else None)
+        return allocate(self.table, self.cost, target, self.fronts if same else None)
 
     def config(self, allocation: Allocation, target: Target) -> HeadConfig:
         """The head config of a choice, with its evidence."""
@@ -145,19 +147,19 @@ def home() -> Path:
     return data_dir() / "searches"
 
 
-def folder_of(plan: Plan, fingerprint: str, estimator: Estimator) -> Path:
+def folder_of(request: SearchRequest, fingerprint: str, estimator: Estimator) -> Path:
     """The run folder: the same search again finds what was measured before."""
-    named = [plan.model, fingerprint, plan.grid.digest(), estimator.to_dict(), plan.chat]
+    named = [request.model, fingerprint, request.grid.digest(), estimator.to_dict(), request.chat]
     return home() / hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
-def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
+def run_search(lab: Lab, context: Context, request: SearchRequest, target: Target) -> str:
     """A job: measure, store the rows, store the winner as a version. The search's id."""
-    loaded = held.load(plan.model, context)
-    prompts = calibration(held, plan)
+    loaded = lab.models.load(request.model, context)
+    prompts = calibration(lab, request)
     source = ModelSource(loaded)
-    settings = Settings(source.layers(None), plan.grid, SAMPLING)
-    folder = folder_of(plan, loaded.fingerprint, SAMPLING)
+    settings = Settings(source.layers(None), request.grid, SAMPLING)
+    folder = folder_of(request, loaded.fingerprint, SAMPLING)
 
     def told(step: Step) -> None:
         context.step(step.done, step.total, f"{step.words}, about {_span(step.seconds_left)} left")
@@ -167,25 +169,25 @@ def run_search(held: Lab, context: Context, plan: Plan, target: Target) -> str:
     for prompt in prompts:
         keep_prompt(home(), prompt)
     context.step(1, 1, "Choosing")
-    asked = {"samples": list(plan.samples), "tokens": plan.tokens, "chat": plan.chat}
-    return _keep(held, plan.model, asked, results, settings, facts, target, folder, hardware(loaded.device))
+    asked = {"samples": list(request.samples), "tokens": request.tokens, "chat": request.chat}
+    return _keep(lab, request.model, asked, results, settings, facts, target, folder, hardware(loaded.device))
 
 
-def take_in(held: Lab, folder: Path, target: Target) -> str:
+def take_in(lab: Lab, folder: Path, target: Target) -> str:
     """A run folder that `headscope search` wrote, as a stored search; its id. No model is needed."""
     results, settings, facts = read_run(folder)
     for result in results:
         prompt = read_prompt(folder, str(result.prompt["key"]))
         if prompt is not None:
             keep_prompt(home(), prompt)
-    known = folder / "cost-model.json"
-    cost = CostModel.load(known) if known.exists() else None
+    cost_file = folder / "cost-model.json"
+    cost = CostModel.load(cost_file) if cost_file.exists() else None
     asked: dict[str, Any] = {"samples": [], "tokens": None, "chat": False, "folder": folder.name}
-    return _keep(held, str(facts.get("name")), asked, results, settings, facts, target, folder, "", cost)
+    return _keep(lab, str(facts.get("name")), asked, results, settings, facts, target, folder, "", cost)
 
 
 def _keep(
-    held: Lab,
+    lab: Lab,
     model: str,
     asked: dict[str, Any],
     results: Sequence[PromptResult],
@@ -197,11 +199,11 @@ def _keep(
     cost: CostModel | None = None,
 ) -> str:
     """Chooses at the target and stores rows, winner and search; the search's id."""
-    known = cost or search_cost.fit(results, settings.grid, {"hardware": place, "versions": versions()})
-    result = choose(results, settings, target, folder, facts, known, place)
-    held.store.add_model(str(facts["fingerprint"]), model, facts)
-    stored = save_winner(held, result.config, f"search {now():%Y-%m-%d %H:%M}")
-    kept = {
+    fitted = cost or search_cost.fit(results, settings.grid, {"hardware": place, "versions": versions()})
+    result = choose(results, settings, target, folder, facts, fitted, place)
+    lab.store.add_model(str(facts["fingerprint"]), model, facts)
+    winner = lab.store.save_config(f"search {now():%Y-%m-%d %H:%M}", result.config, note="search by a search")
+    described = {
         "plan": asked,
         "facts": facts,
         "layers": list(settings.layers),
@@ -209,42 +211,21 @@ def _keep(
         "estimator": settings.estimator.to_dict(),
         "prompts": [dict(prompt) for prompt in result.table.prompts],
         "dense_ms": result.table.dense_ms.tolist(),
-        "cost": known.to_dict(),
+        "cost": fitted.to_dict(),
         "target": target.to_dict(),
     }
-    return held.store.add_search(model, stored.id, files.plain(kept), result.summary, rows_of(result.table))
+    return lab.store.add_search(model, winner.id, files.plain(described), result.summary, rows_of(result.table))
 
 
-def save_winner(held: Lab, config: HeadConfig, name: str) -> ConfigRow:
-    """The searched config as a version, with its provenance and evidence."""
-    return held.store.save_config(
-        name,
-        [[(entry.pattern.to_dict(), {"evidence": entry.evidence}) for entry in row] for row in config.heads],
-        note="found by a search",
-        tiles=config.tiles,
-        estimator=config.estimator.to_dict(),
-        model=config.model,
-        provenance=config.provenance,
-        audit=config.audit,
-    )
-
-
-def calibration(held: Lab, plan: Plan) -> list[SearchPrompt]:
+def calibration(lab: Lab, request: SearchRequest) -> list[SearchPrompt]:
     """The chosen samples as token ids. On the worker's thread, once the model is loaded."""
-    loaded = held.load(plan.model)
-    chosen = {name: texts.sample(name) for name in plan.samples}
-    known = texts.samples()
-    if not chosen:
+    loaded = lab.models.load(request.model)
+    samples = [texts.sample(name) for name in request.samples]
+    if not samples:
         raise SearchError("Choose at least one calibration prompt; three of different kinds are a good start.")
-    for prompt in chosen.values():
-        held.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
-    return encode_prompts(
-        loaded,
-        {name: prompt.text for name, prompt in chosen.items()},
-        {name: known[name].kind for name in chosen},
-        plan.tokens,
-        plan.chat,
-    )
+    for prompt in samples:
+        lab.store.add_prompt(prompt.sha256, prompt.name, prompt.kind, prompt.text)
+    return encode_prompts(loaded, samples, request.tokens, request.chat)
 
 
 def rows_of(table: Table) -> pl.DataFrame:
@@ -263,77 +244,79 @@ def rows_of(table: Table) -> pl.DataFrame:
     return pl.DataFrame(columns)
 
 
-def load_search(held: Lab, row: dict[str, Any]) -> Found:
+def load_search(lab: Lab, row: dict[str, Any]) -> StoredSearch:
     """A stored search from its rows. StoreError or SearchError if the rows are not all there."""
-    kept = row["settings"]
-    grid = Grid.from_list(kept["candidates"], "The stored search")
-    settings = Settings(tuple(kept["layers"]), grid, Estimator.from_dict(kept["estimator"]))
-    heads = int(kept["facts"]["query_heads"])
-    shape = (len(kept["prompts"]), len(settings.layers), heads, len(grid))
-    frame = held.store.search_rows(row["id"])
+    stored = row["settings"]
+    grid = Grid.from_list(stored["candidates"], "The stored search")
+    settings = Settings(tuple(stored["layers"]), grid, Estimator.from_dict(stored["estimator"]))
+    heads = int(stored["facts"]["query_heads"])
+    shape = (len(stored["prompts"]), len(settings.layers), heads, len(grid))
+    frame = lab.store.search_rows(row["id"])
     if frame.height != int(np.prod(shape)):
         raise SearchError("The measurements of this search are not all in the database: run the search again.")
-    order = {prompt["key"]: at for at, prompt in enumerate(kept["prompts"])}
+    order = {prompt["key"]: at for at, prompt in enumerate(stored["prompts"])}
     frame = frame.with_columns(pl.col("prompt_sha256").replace_strict(order).alias("at"))
     frame = frame.sort("at", "layer", "head", "candidate")
     stats = {name: frame[COLUMNS[name]].to_numpy().astype(np.float64).reshape(shape) for name in STATS}
-    table = Table(grid, settings.layers, tuple(kept["prompts"]), stats, np.array(kept["dense_ms"]))
-    cost = CostModel.from_dict(kept["cost"], "The stored search")
-    made = fronts(table, cost, Target(max_missed=1.0))
-    return Found(row["id"], row["model"], kept["plan"], kept["facts"], settings, table, cost, cost, made)
+    table = Table(grid, settings.layers, tuple(stored["prompts"]), stats, np.array(stored["dense_ms"]))
+    cost = CostModel.from_dict(stored["cost"], "The stored search")
+    own_fronts = fronts(table, cost, Target(max_missed=1.0))
+    return StoredSearch(
+        row["id"], row["model"], stored["plan"], stored["facts"], settings, table, cost, cost, own_fronts
+    )
 
 
-def check_for_real(held: Lab, context: Context, found: Found, config: HeadConfig) -> dict[str, Any]:
+def check_for_real(lab: Lab, context: Context, search: StoredSearch, config: HeadConfig) -> dict[str, Any]:
     """A job: the choice measured on its first calibration prompt, beside what was predicted for that prompt."""
-    key = str(found.table.prompts[0]["key"])
-    loaded = held.load(found.model, context)
-    if loaded.fingerprint != found.facts["fingerprint"]:
-        raise HeadscopeError(f"The search was of another {found.model} than the one that is loaded: run it again.")
+    key = str(search.table.prompts[0]["key"])
+    loaded = lab.models.load(search.model, context)
+    if loaded.fingerprint != search.facts["fingerprint"]:
+        raise HeadscopeError(f"The search was of another {search.model} than the one that is loaded: run it again.")
     prompt = read_prompt(home(), key)
-    if prompt is None and found.plan["samples"]:  # searched before token ids were kept
-        samples = tuple(found.plan["samples"])
-        plan = Plan(found.model, samples, found.plan["tokens"], found.settings.grid, found.plan["chat"])
-        prompt = next((each for each in calibration(held, plan) if each.key == key), None)
+    if prompt is None and search.plan["samples"]:  # searched before token ids were kept
+        samples = tuple(search.plan["samples"])
+        request = SearchRequest(search.model, samples, search.plan["tokens"], search.settings.grid, search.plan["chat"])
+        prompt = next((each for each in calibration(lab, request) if each.key == key), None)
     if prompt is None:
         raise HeadscopeError(
             "The prompts of this search were not kept: give its `headscope search` command once more, which measures "
             "nothing again but keeps them in the run folder, and take the folder in."
         )
-    layers, done = len(found.settings.layers), [0]
+    layers, done = len(search.settings.layers), [0]
 
     def cancel() -> bool:
         done[0] += 1
         context.step(min(done[0], layers), layers, "Measuring the choice, layer by layer")
         return context.cancelled
 
-    made: Checked = check_prompt(ModelSource(loaded), prompt, config, found.settings.layers, cancel=cancel)
-    return made.to_dict()
+    checked: Checked = check_prompt(ModelSource(loaded), prompt, config, search.settings.layers, cancel=cancel)
+    return checked.to_dict()
 
 
-def expected(found: Found, allocation: Allocation) -> Expected:
+def expected(search: StoredSearch, allocation: Allocation) -> Expected:
     """What the stored figures say of the first calibration prompt alone, in ms of the machine of the search."""
-    return Expected.of(allocation.picked, found.table, found.fitted, 0)
+    return Expected.of(allocation.picked, search.table, search.fitted, 0)
 
 
-def to_draft(held: Lab, draft: Draft, found: Found, config: HeadConfig, label: str) -> Draft:
+def to_draft(lab: Lab, draft: Draft, config: HeadConfig, label: str) -> Draft:
     """The draft standing on the choice and its estimator; one undoable step. HeadscopeError if shapes differ."""
-    grid: Patterns = tuple(config.patterns(layer) for layer in range(len(config.heads)))
+    grid: Patterns = grid_of(config)
     if [len(row) for row in grid] != [len(row) for row in draft.patterns]:
         raise HeadscopeError("The draft is for a model of another shape: open a run of the searched model first.")
-    newest = held.draft(draft.id) or draft
-    return held.keep_draft(newest.onto(label, None, grid, config.estimator))
+    newest = lab.drafts.newest(draft)
+    return lab.drafts.keep(newest.onto(label, None, grid, config.estimator))
 
 
-def sweep(found: Found, limits: tuple[float, ...]) -> list[dict[str, float]]:
+def sweep(search: StoredSearch, limits: tuple[float, ...]) -> list[dict[str, float]]:
     """Cost and loss at each largest missed mass: the curve that the slider runs along."""
     rows = []
     for limit in limits:
-        said = found.allocate(Target(max_missed=limit)).prediction
+        said = search.allocate(Target(max_missed=limit)).prediction
         rows.append(
             {
                 "limit": limit,
-                f"attention_{found.unit}": said.attention_ms,
-                f"dense_attention_{found.unit}": said.dense_attention_ms,
+                f"attention_{search.unit}": said.attention_ms,
+                f"dense_attention_{search.unit}": said.dense_attention_ms,
                 "loss_mean": said.loss_mean,
                 "computed_density": said.computed_pairs / max(1, said.causal_pairs),
             }
@@ -341,29 +324,29 @@ def sweep(found: Found, limits: tuple[float, ...]) -> list[dict[str, float]]:
     return rows
 
 
-def figures(found: Found, allocation: Allocation, target: Target) -> dict[str, Any]:
+def figures(search: StoredSearch, allocation: Allocation, target: Target) -> dict[str, Any]:
     """The engine's summary of a choice."""
-    return summary(allocation, found.table, found.cost, target)
+    return summary(allocation, search.table, search.cost, target)
 
 
 def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def heads_frame(found: Found, allocation: Allocation) -> pl.DataFrame:
+def heads_frame(search: StoredSearch, allocation: Allocation) -> pl.DataFrame:
     """The choice, one head a row."""
-    ms, loss = found.table.head_ms(found.cost), found.table.loss()
+    ms, loss = search.table.head_ms(search.cost), search.table.loss()
     rows = []
-    for at, layer in enumerate(found.table.layers):
-        for head in range(found.table.heads):
+    for at, layer in enumerate(search.table.layers):
+        for head in range(search.table.heads):
             number = int(allocation.picked[at, head])
             rows.append(
                 {
                     "layer": layer,
                     "head": head,
-                    "pattern": words.label(found.settings.grid.candidates[number]),
+                    "pattern": words.label(search.settings.grid.candidates[number]),
                     "missed_mass_worst_prompt": float(loss[at, head, number]),
-                    ("predicted_ms" if found.unit == "ms" else "computed_tiles"): float(ms[at, head, number]),
+                    ("predicted_ms" if search.unit == "ms" else "computed_tiles"): float(ms[at, head, number]),
                 }
             )
     return pl.DataFrame(rows)

@@ -1,15 +1,18 @@
-"""Captures on disk: the oldest go when the budget is full, so that a restart needs no new prefill."""
+"""Captures on disk, so that a restart needs no new prefill; those not used for longest go when the budget is full."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from headscope.engine.base.errors import CaptureError
 from headscope.engine.runs.capture import Capture
-from headscope.studio.store.store import data_dir
+from headscope.studio.store.places import data_dir
 
 DEFAULT_GIB = 4.0
 
@@ -20,7 +23,7 @@ def default_budget() -> int:
         gib = float(os.environ.get("HEADSCOPE_CAPTURE_GIB", DEFAULT_GIB))
     except ValueError:
         gib = DEFAULT_GIB
-    return int(max(0.0, gib) * 2**30)
+    return int(max(0.0, gib if math.isfinite(gib) else DEFAULT_GIB) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,40 @@ class Shelf:
         """Whether the capture is whole on disk."""
         return (self.path(run_id) / "capture.json").is_file()
 
-    def put(self, run_id: str, capture: Capture, expected: int) -> bool:
-        """Saves a capture of about `expected` bytes; False, and nothing written, if it does not fit.
+    def put(self, run_id: str, capture: Capture, expected: int, in_use: Collection[str] = ()) -> bool:
+        """Saves a capture of about `expected` bytes; False, and everything as it was, if there is no room for it.
 
-        `Capture.save` writes whole or not at all, so a killed save leaves nothing that is read.
+        Room is made by taking away what was not used for longest, never a run of `in_use`. Where the disk allows it,
+        that is done after the save. `Capture.save` writes whole or not at all.
         """
-        if expected > self.budget:
+        needed = int(expected * 1.1)
+        free = self._free()
+        victims = self._victims(expected, needed - free, in_use)
+        if victims is None:
             return False
-        self._make_room(expected)
+        if free < needed:
+            _remove(victims)
+            victims = []
         target = self.path(run_id)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self.folder).free < expected * 1.1:
-                return False
             capture.save(target)
         except (OSError, CaptureError):
             shutil.rmtree(target, ignore_errors=True)
             return False
+        _remove(victims)
         return True
+
+    def load(self, run_id: str) -> Capture:
+        """A stored capture. CaptureError when it is none, or damaged."""
+        capture = Capture.load(self.path(run_id))
+        self.touch(run_id)
+        return capture
+
+    def touch(self, run_id: str) -> None:
+        """Notes that a capture is used now, so that others go first."""
+        with suppress(OSError):
+            os.utime(self.path(run_id))
 
     def drop(self, run_id: str) -> None:
         """Takes a capture away."""
@@ -73,20 +92,38 @@ class Shelf:
         """Bytes that captures take now."""
         return sum(_bytes(entry) for entry in self._entries())
 
+    def _free(self) -> int:
+        """Bytes free on the disk of the folder, or of the nearest folder above it that exists."""
+        place = self.folder.absolute()
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
     def _entries(self) -> list[Path]:
+        """The captures, the one not used for longest first."""
         if not self.folder.is_dir():
             return []
         entries = [entry for entry in self.folder.iterdir() if entry.is_dir()]
         return sorted(entries, key=lambda entry: entry.stat().st_mtime)
 
-    def _make_room(self, expected: int) -> None:
+    def _victims(self, expected: int, short: int, in_use: Collection[str]) -> list[Path] | None:
+        """What must go so that `expected` bytes fit the budget, and `short` bytes more the disk; None: never enough."""
         entries = self._entries()
-        used = sum(_bytes(entry) for entry in entries)
+        sizes = {entry: _bytes(entry) for entry in entries}
+        excess = max(sum(sizes.values()) + expected - self.budget, short)
+        victims: list[Path] = []
         for entry in entries:
-            if used + expected <= self.budget:
-                return
-            used -= _bytes(entry)
-            shutil.rmtree(entry, ignore_errors=True)
+            if excess <= 0:
+                break
+            if entry.name not in in_use:
+                victims.append(entry)
+                excess -= sizes[entry]
+        return victims if excess <= 0 else None
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes(folder: Path) -> int:

@@ -181,7 +181,7 @@ def test_each_head_gets_its_own_pattern(tiny_llama: LoadedModel) -> None:
     base = logits(tiny_llama, ids)
     results = []
     for head in range(6):
-        with apply(tiny_llama, dense.with_head(1, head, HeadEntry(TIGHT))):
+        with apply(tiny_llama, dense.with_heads({(1, head): HeadEntry(TIGHT)})):
             results.append(logits(tiny_llama, ids))
     for head, changed in enumerate(results):
         assert (changed - base).abs().max() > 1e-5, head

@@ -13,18 +13,20 @@ import typer
 from typer.testing import CliRunner
 
 from headscope.engine import build_index
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import HeadscopeError, OptionError
 from headscope.engine.bench import decoder as bench_decoder
 from headscope.engine.bench import flex as bench_flex
 from headscope.engine.bench import layers as bench
 from headscope.engine.bench import prefill as bench_prefill
-from headscope.engine.bench.cases import CASES, SHAPES, Case, Shape, clustered_layout, planted_layout
+from headscope.engine.bench.cases import CASES, Case, clustered_layout, planted_layout
 from headscope.engine.bench.decoder import ModelShape
 from headscope.engine.bench.prefill import Setting, run_prefill, uniform
+from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.bench.timing import Timing, gate
 from headscope.engine.cli.bench import bench as command
 from headscope.engine.config.host import HostProfile
-from headscope.engine.loss.measure import measure_heads
+from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed, Pattern, VerticalSlash
 from headscope.engine.runs.capture import stream
@@ -73,7 +75,7 @@ def test_rows_say_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "interleaved", lambda work, *_: {name: made[name] for name in work})
     q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     case = Case("vs", VerticalSlash(8, 64, sink=2, local=4))
-    timed = bench.Timed(q, k, v, 0.25, "torch", 3, print)
+    timed = bench.Timed(LayerInputs(q, k, v, 0.25), "torch", 3, print)
     base, dense, sparse = timed.rows([case])
     cells = int(membership.mask(timed.build(case)[1]).sum())
     assert (base.median_ms, base.to_baseline, base.index_ms, base.with_index) == (8, 1, None, None)
@@ -176,8 +178,8 @@ def test_captures_are_timed_with_the_online_index(tiny_llama: LoadedModel) -> No
     assert all(row.missed_mean is not None and row.missed_worst is not None for row in sparse)
     long = {row.layer: row for row in sparse if row.length == 512}
 
-    def check(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        heads = measure_heads(q, k, v, [cases[0].pattern] * q.shape[1], scale=scale).heads
+    def check(layer: int, inputs: LayerInputs) -> None:
+        heads = measure_patterns(inputs, [cases[0].pattern] * inputs.query_heads).heads
         missed = [head.missed_mass_mean for head in heads]
         assert long[layer].missed_mean == pytest.approx(sum(missed) / len(missed), abs=1e-5)
         assert long[layer].missed_worst == pytest.approx(max(missed), abs=1e-5)

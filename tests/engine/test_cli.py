@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 from headscope.engine.base.errors import OptionError
 from headscope.engine.cli import main as cli
 from headscope.engine.cli import output as cli_output
-from headscope.engine.cli import run as cli_run
+from headscope.engine.cli.options import parse_layers
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.config.host import HostProfile
 from headscope.engine.config.warnings import CalibrationWarning
@@ -78,6 +79,44 @@ def test_help_names_every_command(run: Run) -> None:
     for name in cli.COMMANDS:
         assert name in out
         assert run(name, "--help")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["inspect", "--nope"], 2),
+        (["search", "--metric", "median"], 2),
+        (["bench", "--lengths", "x"], 2),
+        *(([name, "--help"], 0) for name in (*cli.COMMANDS, "studio")),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else str(each),
+)
+def test_help_and_bad_options_import_nothing_heavy(arguments: list[str], code: int) -> None:
+    """Nor does one command import another."""
+    source = "import sys\nfrom headscope.engine.cli import main as cli\ntry: cli.main(sys.argv[1:])\n"
+    source += "except SystemExit as left: print('code', left.code or 0)\n"
+    source += "print('modules', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, check=True)
+    left, modules = done.stdout.splitlines()[-2:]
+    assert left == f"code {code}"
+    loaded = set(modules.split())
+    assert not loaded & {"torch", "transformers", "numpy", "safetensors", "streamlit", "triton"}
+    commands = {name for name in cli.COMMANDS if f"headscope.engine.cli.{name}" in loaded}
+    assert commands == set(cli.COMMANDS) if arguments == ["--help"] else commands <= {arguments[0]}
+
+
+@pytest.mark.parametrize(("arguments", "seconds"), [(["--help"], 0.7), (["inspect", "--nope"], 1.0)], ids=str)
+def test_help_and_bad_options_answer_at_once(arguments: list[str], seconds: float) -> None:
+    """Processor time, since the clock says little on a busy machine; a quarter of a second on one at rest."""
+    command = [sys.executable, "-m", "headscope.engine.cli.main", *arguments]
+    times = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run(command, capture_output=True, check=False)
+        after = os.times()
+        times.append(sum(after[2:4]) - sum(before[2:4]))
+    assert min(times) < seconds
 
 
 @pytest.mark.model
@@ -188,6 +227,71 @@ def test_evaluate_refuses_before_it_measures(
     inspection.starting_config(tiny.facts).save(path)
     code, out, err = run("evaluate", "--model", "tiny", "--config", path, *options)
     assert code == 2 and not out and one_sentence(err)
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("generate", "--max-new-tokens", "2")], ids=lambda each: each[0])
+def test_a_dash_reads_the_prompt_from_standard_input(
+    run: Run, small: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    text = "The lighthouse keeper wrote down every ship that passed. " * 6
+    (tmp_path / "text.txt").write_text(text)
+    prompts = []
+    for source in (tmp_path / "text.txt", "-"):
+        piped(monkeypatch, text.encode())
+        data = tmp_path / "out.json"
+        options = ("--model", "toy", "--prompt", source, "--no-template", "--json", data)
+        assert run(*command, *options)[0] == 0
+        prompts.append(json.loads(data.read_text())["run"]["prompt"])
+    for name in ("name", "kind"):
+        assert [prompt.pop(name) for prompt in prompts] == ["text", "stdin"]
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"), [(b"", "is empty"), (b" \n", "is blank"), (b"\xff\xfe", "UTF-16"), (b"\0", "zero")]
+)
+def test_standard_input_that_is_no_prompt(run: Run, monkeypatch: pytest.MonkeyPatch, raw: bytes, says: str) -> None:
+    piped(monkeypatch, raw)
+    code, out, err = run("inspect", "--model", "toy", "--prompt", "-")
+    assert code == 2 and not out and one_sentence(err) and says in err and "tandard input" in err
+
+
+@pytest.mark.parametrize("name", ["[/red].txt", "[bold]x.txt", ":smile:.txt", b"caf\xe9.txt"], ids=str)
+@pytest.mark.parametrize("command", [("inspect",), ("generate", "--max-new-tokens", "2"), ("evaluate", "--kinds", "")])
+def test_any_file_name_is_shown_and_kept(
+    run: Run, small: LoadedModel, tmp_path: Path, name: str | bytes, command: tuple[str, ...]
+) -> None:
+    """Brackets are no markup, and bytes that are no text lose no work when results are written."""
+    path = tmp_path / "texts" / os.fsdecode(name)
+    folder = path.parent
+    folder.mkdir(parents=True)
+    path.write_text("The lighthouse keeper wrote down every ship that passed. " * 6)
+    config = HeadConfig.uniform(small.facts, AShape(2, 16)).save(tmp_path / f"{path.stem}.json")
+    data = tmp_path / "out.json"
+    options = ("--prompts", folder) if command[0] == "evaluate" else ("--prompt", path, "--no-template")
+    code, out, err = run(*command, "--model", "toy", *options, "--config", config, "--json", data)
+    assert code == 0, err
+    value = json.loads(data.read_text("utf-8"))
+    if command[0] == "evaluate":
+        assert isinstance(name, bytes) or path.name in out
+    else:
+        assert value["run"]["prompt"]["kind"] == (path.stem if isinstance(name, str) else "caf\\udce9")
+    if command[0] == "inspect":
+        saved = run(*command, "--model", "toy", *options, "--save", tmp_path / "saved.json")
+        assert saved[0] == 0 and HeadConfig.load(tmp_path / "saved.json").provenance["lengths"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["prompt"], ["--nöpe"], ["fetch", "ünknown"]], ids=str)
+def test_an_ascii_terminal_shows_everything(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headscope.engine.cli.main", *arguments]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert done.returncode == (2 if arguments[-1][0] in "-ü" and arguments != ["--help"] else 0)
+    assert done.stdout.isascii() and done.stderr.isascii() and b"Traceback" not in done.stderr
 
 
 def test_names_of_files_stay_as_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,13 +417,13 @@ def test_hostile_configs(run: Run, tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("text", "layers"), [("3", (3,)), ("0,4-6", (0, 4, 5, 6)), (" 2 - 3 ,2", (2, 3))])
 def test_parse_layers(text: str, layers: tuple[int, ...]) -> None:
-    assert cli_run.parse_layers(text) == layers
+    assert parse_layers(text) == layers
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "1.5", "4-2", "1;2", "999999999"])
 def test_parse_layers_refuses(text: str) -> None:
     with pytest.raises(OptionError):
-        cli_run.parse_layers(text)
+        parse_layers(text)
 
 
 @pytest.fixture
@@ -440,3 +544,39 @@ def test_ctrl_c_in_mid_run_writes_nothing(smollm2: LoadedModel, tmp_path: Path) 
     rest = process.stderr.read()
     assert process.wait(timeout=60) == 130 and one_sentence(rest)
     assert not list(tmp_path.iterdir())
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what is written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_in_a_terminal_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with cli_output.bar("loading [/red]") as move:
+        move(1, 2, "layer 3 of [/blue]")
+    with cli_output.steps("timing") as tell:
+        tell("[/green], 4096 tokens")
+    for words in ("loading [/red]", "layer 3 of [/blue]", "[/green], 4096 tokens", "50%"):
+        assert words in screen.getvalue()
+
+
+def test_progress_without_a_terminal_is_a_line_and_one_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(cli_output.time, "monotonic", lambda: now[0])
+    with cli_output.bar("searching") as move:
+        for done in range(10):
+            now[0] += 15
+            move(done, 10, "layer 3")
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.splitlines() == [
+        "searching ...",
+        "searching: 3/10 (layer 3) ...",
+        "searching: 7/10 (layer 3) ...",
+    ]

@@ -41,7 +41,7 @@ def facts(**changes: Any) -> dict[str, Any]:
 def small() -> HeadConfig:
     config = HeadConfig.uniform(FACTS, AShape(4, 64), provenance={"lengths": [1024, 4096], "seed": 7})
     entry = HeadEntry(VerticalSlash(Fraction(0.05, least=16), 256, local=16), {"missed_mass_mean": 0.03125})
-    return config.with_head(1, 2, entry)
+    return config.with_heads({(1, 2): entry})
 
 
 counts = st.integers(1, 5000)
@@ -114,7 +114,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 def test_one_head_a_line_so_that_a_diff_shows_the_head() -> None:
     before = small()
-    after = before.with_head(2, 1, Dense())
+    after = before.with_heads({(2, 1): Dense()})
     lines = list(zip(before.to_json().splitlines(), after.to_json().splitlines(), strict=True))
     changed = [new for old, new in lines if old != new]
     assert changed == ['      {"at": [2, 1], "pattern": "dense"},']
@@ -123,15 +123,19 @@ def test_one_head_a_line_so_that_a_diff_shows_the_head() -> None:
 def test_digest_is_over_patterns_alone() -> None:
     config = small()
     other = HeadConfig.uniform(facts(name="other"), AShape(4, 64), provenance={"created": "today"})
-    other = other.with_head(1, 2, VerticalSlash(Fraction(0.05, least=16), 256, local=16))
+    other = other.with_heads({(1, 2): VerticalSlash(Fraction(0.05, least=16), 256, local=16)})
     assert other.digest() == config.digest()
-    assert config.with_head(0, 0, AShape(4, 65)).digest() != config.digest()
+    assert config.with_heads({(0, 0): AShape(4, 65)}).digest() != config.digest()
 
 
 def test_patterns_of_a_layer_and_places_out_of_range() -> None:
     assert small().patterns(0) == (AShape(4, 64),) * 4
     assert small().patterns(1)[2].kind == "vertical-slash"
-    for act in (lambda: small().patterns(3), lambda: small().patterns(-1), lambda: small().with_head(0, 4, Dense())):
+    for act in (
+        lambda: small().patterns(3),
+        lambda: small().patterns(-1),
+        lambda: small().with_heads({(0, 4): Dense()}),
+    ):
         with pytest.raises(ConfigError, match="There is no"):
             act()
 
@@ -286,6 +290,8 @@ BAD = {
     "a length is zero": (lambda v: v["provenance"].update(lengths=[0]), "provenance.lengths"),
     "a length is true": (lambda v: v["provenance"].update(lengths=[True]), "provenance.lengths"),
     "a length is a fraction": (lambda v: v["provenance"].update(lengths=[512.5]), "provenance.lengths"),
+    "forced weights are a number": (lambda v: v["provenance"].update(forced_weights=3), "provenance.forced_weights"),
+    "forced weights hold text": (lambda v: v["provenance"].update(forced_weights=["x"]), "provenance.forced_weights"),
     "audit rate above 1": (lambda v: v["audit"].update(rate=9), "audit.rate"),
     "audit rate below 0": (lambda v: v["audit"].update(rate=-0.1), "audit.rate"),
     "audit rate is text": (lambda v: v["audit"].update(rate="often"), "audit.rate"),
@@ -375,7 +381,7 @@ def test_values_that_no_file_can_hold_are_refused_at_once() -> None:
 
 def test_a_config_does_not_change_with_the_callers_dicts() -> None:
     model, evidence = facts(), {"runs": [1]}
-    config = HeadConfig.uniform(model, Dense()).with_head(0, 0, HeadEntry(Dense(), evidence))
+    config = HeadConfig.uniform(model, Dense()).with_heads({(0, 0): HeadEntry(Dense(), evidence)})
     text = config.to_json()
     model["rope"]["theta"] = 1.0
     evidence["runs"].append(2)
@@ -422,11 +428,10 @@ def test_host_profile_round_trip_and_unmeasured_is_never_dense(tmp_path: Path, m
     monkeypatch.setenv("HEADSCOPE_HOST", str(tmp_path / "sub" / "host.json"))
     assert default_path() == tmp_path / "sub" / "host.json"
     assert HostProfile.load() == HostProfile() and HostProfile.load().dense_below_tokens() == 0
-    made = HostProfile({"gpu": "H200"}, {128: {"warps": 8}, 64: {"warps": 4}}, {1: 4096, 8: 0}, {"fixed_ms": 0.25})
+    made = HostProfile({"gpu": "H200"}, {1: 4096, 8: 0}, {"fixed_ms": 0.25})
     path = made.save()
     assert path == default_path() and HostProfile.load() == made
     assert made.dense_below_tokens(1) == 4096 and made.dense_below_tokens(2) == 0
-    assert made.kernel_settings(64) == {"warps": 4} and made.kernel_settings(80) == {}
     first = path.read_bytes()
     HostProfile.load().save()
     assert path.read_bytes() == first
@@ -451,6 +456,14 @@ def test_a_bad_host_profile_is_one_sentence(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HostProfile.load(path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_host_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    old = {"format": "headscope.host-profile/1", "machine": {"gpu": "H200"}, "kernels": {"64": {"warps": 4}}}
+    path.write_text(json.dumps(old | {"dense_below": {"1": 4096}, "cost": {}}))
+    assert HostProfile.load(path) == HostProfile({"gpu": "H200"}, {1: 4096})
+    assert "kernels" not in HostProfile.load(path).to_json()
 
 
 def test_a_named_host_profile_must_exist(tmp_path: Path) -> None:

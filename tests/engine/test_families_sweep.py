@@ -118,7 +118,8 @@ def table() -> str:
     lines = ["| outcome | types | why |", "| --- | --- | --- |"]
     for (what, why), names in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), -len(row[1]))):
         lines.append(f"| {what} | {', '.join(names)} | {why} |")
-    return "\n".join(lines) + "\n"
+    note = "Each type by its default config: those that slide only by a setting (mistral) are served where it is off."
+    return "\n".join(lines) + f"\n\n{note}\n"
 
 
 def _described(outcome: Outcome) -> tuple[str, str]:

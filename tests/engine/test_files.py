@@ -151,3 +151,28 @@ def test_plain_makes_json_types_and_refuses_what_json_cannot_hold() -> None:
     for value in (float("nan"), {1: 2}, {"a": {3}}, b"bytes", 10**30, circle):
         with pytest.raises(ValueError):
             files.plain(value)
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not an ordinary file"):
+        files.read_json(tmp_path / "pipe")
+
+
+def test_a_place_is_checked_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    for path in (tmp_path / "file", tmp_path / "new" / "folder" / "x.json", Path("/dev/null")):
+        files.check_writable(path)
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+    for path in (tmp_path, tmp_path / "file" / "x.json", tmp_path / ("x" * 300), Path("a\0b")):
+        with pytest.raises(ConfigError) as checked:
+            files.check_writable(path)
+        with pytest.raises(ConfigError) as written:
+            files.write_atomic(path, "x")
+        assert str(checked.value) == str(written.value) and checked.value.exit_code == 1
+
+
+def test_text_that_no_file_can_hold_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Could not save"):
+        files.write_atomic(tmp_path / "x", "\udce9")
+    assert files.printable("caf\udce9.txt") == "caf\\udce9.txt" and files.printable("café") == "café"

@@ -13,12 +13,13 @@ import torch
 from headscope.engine import AShape, HeadConfig, HostProfile, VerticalSlash
 from headscope.engine.base.errors import PromptError
 from headscope.engine.cli import main as cli
+from headscope.engine.config.evidence import prompt_record
 from headscope.engine.config.warnings import CalibrationWarning
 from headscope.engine.model import load as model
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.prompts.tokens import encode
 from headscope.engine.runs.answer import answer, next_token_kl
-from headscope.engine.runs.inspection import in_situ, inspect_prompt, prompt_facts, starting_config, with_evidence
+from headscope.engine.runs.inspection import in_situ, inspect_prompt, starting_config, with_evidence
 from tests.helpers.studio_toy import toy
 
 EVERYTHING = VerticalSlash(vertical=10**6, slash=10**6)
@@ -94,7 +95,8 @@ def test_inspection_against_the_softmax_matrix(tiny_llama: LoadedModel) -> None:
     ids = tokens(50)
     found = inspect_prompt(tiny_llama, ids, HeadConfig.uniform(tiny_llama.facts, AShape(2, 5)), layers=[1])
     assert [(head.layer, head.head) for head in found.heads] == [(1, head) for head in range(6)]
-    q, k, _ = capture(tiny_llama, ids).layer(1)
+    layer = capture(tiny_llama, ids).layer(1)
+    q, k = layer.q, layer.k
     scores = q.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3) * 16**-0.5
     i, j = torch.arange(50)[:, None], torch.arange(50)[None, :]
     probabilities = scores.masked_fill(j > i, float("-inf")).softmax(-1)[0]
@@ -108,7 +110,7 @@ def test_inspection_against_the_softmax_matrix(tiny_llama: LoadedModel) -> None:
 
 def test_evidence_is_kept_and_fits_the_model(tiny_llama: LoadedModel) -> None:
     found = inspect_prompt(tiny_llama, tokens(60), layers=[0, 2])
-    config = with_evidence(found, tiny_llama, prompt_facts("text", 60, "code", False))
+    config = with_evidence(found, tiny_llama, prompt_record("text", "code", "ab" * 32, 60, False))
     assert config.check(tiny_llama) == []
     assert HeadConfig.from_json(config.to_json()) == config
     assert config.provenance["lengths"] == [60] and config.provenance["prompts"][0]["tokens"] == 60
@@ -129,7 +131,7 @@ def test_the_starting_config_leaves_sliding_layers_dense(make_tiny: Callable[...
 
 @pytest.mark.model
 def test_smollm2_full_budgets_give_the_same_continuation(smollm2: LoadedModel) -> None:
-    ids = encode(smollm2, "List three animals that live in the sea, and say one thing about each of them.")
+    ids = encode(smollm2, "List three animals that live in the sea, and say one thing about each of them.").ids
     dense = answer(smollm2, ids, max_new_tokens=16)
     full = answer(smollm2, ids, HeadConfig.uniform(smollm2.facts, EVERYTHING), max_new_tokens=16)
     tight = answer(smollm2, ids, HeadConfig.uniform(smollm2.facts, AShape(0, 2)), max_new_tokens=16)
@@ -140,7 +142,7 @@ def test_smollm2_full_budgets_give_the_same_continuation(smollm2: LoadedModel) -
 
 @pytest.mark.model
 def test_smollm2_prompt_encoding(smollm2: LoadedModel) -> None:
-    plain, chat = encode(smollm2, "Hello", template=False), encode(smollm2, "Hello")
+    plain, chat = encode(smollm2, "Hello", template=False).ids, encode(smollm2, "Hello").ids
     assert plain.shape == (1, 1) and chat.shape[1] > 10
     with pytest.raises(PromptError, match=r"tokens and smollm2 has 8192 positions"):
         encode(smollm2, "word " * 9000)

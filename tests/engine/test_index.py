@@ -1,6 +1,7 @@
 """The index against its definition: forced cells, budgets, ties, tiles, counts, and that the way in does not matter."""
 
 import itertools
+import resource
 
 import pytest
 import torch
@@ -194,3 +195,19 @@ def test_fraction_budgets_follow_each_sequence():
     q, k = torch.randn(2, 1, 100, 8), torch.randn(2, 1, 100, 8)
     index = build_index(q, k, [AShape(0, Fraction(0.5))], starts=[0, 80])
     assert index.computed.bands[:, 0].tolist() == [[0, 49], [0, 9]]
+
+
+def test_blocks_beside_lines_are_counted_without_writing_their_cells_out() -> None:
+    """A row of blocks over all keys beside a band and columns: 268 million cells, of which no list is made."""
+    length, size = 2**16, 4096
+    last = length // size - 1
+    pattern = Fixed(tuple(range(4)), tuple(range(100)), tuple((last, key) for key in range(last + 1)), size)
+    x = torch.zeros(1, 1, length, 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    index = build_index(x, x, [pattern])
+    areas = index.areas()
+    row = torch.arange(length) + 1
+    expected = int(row[:-size].clamp(max=104).sum() + row[-size:].sum())
+    assert int(index.requested_pairs()) == int(index.computed_pairs()) == expected
+    assert int(areas.block + areas.column) == expected
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB

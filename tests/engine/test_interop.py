@@ -137,8 +137,7 @@ def test_the_sglang_label_says_which_versions() -> None:
 
 
 def test_every_head_that_is_lost_is_named() -> None:
-    config = HeadConfig.uniform(FACTS, AShape(30, 200)).with_head(0, 3, Dense()).with_head(2, 1, Dense())
-    config = config.with_head(2, 2, Dense())
+    config = HeadConfig.uniform(FACTS, AShape(30, 200)).with_heads(dict.fromkeys([(0, 3), (2, 1), (2, 2)], Dense()))
     with pytest.raises(ConfigError, match=r"dense heads \(layer 0 head 3; layer 2 heads 1, 2\)"):
         interop.export_foreign(config, "minference")
 
@@ -159,8 +158,8 @@ def test_another_estimator_is_a_loss_for_online_heads_only() -> None:
 
 def test_a_changed_head_is_not_written_as_it_was() -> None:
     config = interop.import_foreign(MINFERENCE, "minference")
-    changed = config.with_head(
-        0, 0, HeadEntry(VerticalSlash(900, 6096, sink=30, local=100), foreign=config.heads[0][0].foreign)
+    changed = config.with_heads(
+        {(0, 0): HeadEntry(VerticalSlash(900, 6096, sink=30, local=100), foreign=config.heads[0][0].foreign)}
     )
     assert interop.export_foreign(changed, "minference").layers[0]["0"] == ["vertical_and_slash", 900, 6096, 0.0]
 

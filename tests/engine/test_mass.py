@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headscope.engine import VerticalSlash, build_index, dense_attention, measure_heads, sparse_attention
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.loss import mass, oracle
 from headscope.kernels.cells import reference
 from tests.helpers.cases import random_case
@@ -64,8 +65,9 @@ def test_pooled_maps_sum_the_probabilities_of_their_tiles(seed):
     cols = [length * a // shape[1] for a in range(shape[1] + 1)]
     exact = _probabilities(case, index.starts)
     computed = index.computed_mask()
-    plain = mass.pooled_map(case.q, case.k, lse, starts=case.starts, rows=span, shape=shape)
-    kept = mass.pooled_map(case.q, case.k, lse, starts=case.starts, rows=span, shape=shape, index=index)
+    inputs = ScoreInputs(case.q, case.k, starts=case.starts)
+    plain = mass.pooled_map(inputs, lse, rows=span, shape=shape)
+    kept = mass.pooled_map(inputs, lse, rows=span, shape=shape, index=index)
     cells = mass.coverage_map(index, rows=span, shape=shape)
     for b, start in enumerate(index.starts):
         shift = length - case.q.shape[2] - start
@@ -85,7 +87,7 @@ def test_profiles_sum_columns_and_distances(seed):
     case = random_case(5000 + seed)
     starts = case.starts or (0,) * len(case.q)
     _, lse = dense_attention(case.q, case.k, case.v, starts=case.starts)
-    columns, distances = mass.profiles(case.q, case.k, lse, starts=case.starts)
+    columns, distances = mass.profiles(ScoreInputs(case.q, case.k, starts=case.starts), lse)
     exact = _probabilities(case, starts)
     length = case.k.shape[2]
     for b, start in enumerate(starts):
@@ -126,7 +128,7 @@ def test_the_loss_split_adds_up_and_orders_the_oracles():
     layer = measure_heads(q, k, v, [VerticalSlash(12, 24)] * 2)
     _, lse = dense_attention(q, k, v)
     for head in range(2):
-        split = oracle.loss_split(q, k, lse, layer.index, head)
+        split = oracle.loss_split(ScoreInputs(q, k), lse, layer.index, head)
         assert not split.sampled
         assert sum(split.steps) == pytest.approx(layer.heads[head].missed_mass_mean, abs=1e-5)
         assert split.top_k <= split.geometric <= split.online + 1e-9
@@ -142,6 +144,6 @@ def test_the_geometric_oracle_finds_planted_lines():
     k[0, 0, [0, 37, 90], 0] += 8.0
     _, lse = dense_attention(q, k, k)
     index = build_index(q, k, [VerticalSlash(vertical=3, slash=1)], tile=1)
-    split = oracle.loss_split(q, k, lse, index, 0)
+    split = oracle.loss_split(ScoreInputs(q, k), lse, index, 0)
     assert split.geometric < 0.01
     assert split.top_k < 0.01

@@ -14,7 +14,6 @@ from headscope.engine import AShape, Dense, HeadConfig, apply
 from headscope.engine.base.errors import ConfigMismatch, ModelError
 from headscope.engine.cli.convert import convert_file
 from headscope.engine.cli.main import main
-from headscope.engine.config.file import HeadEntry
 from headscope.engine.model import plan
 from headscope.engine.model.load import LoadedModel
 from tests.engine.test_apply import logits, tokens
@@ -28,8 +27,7 @@ def test_every_layer_is_named_with_what_it_will_run(make_tiny: Callable[..., Loa
     reasons = plan.layer_reasons(loaded.model)
     assert reasons == [None, None, "sliding-window or chunked layer", "sliding-window or chunked layer"]
     config = HeadConfig.uniform(loaded.facts, TIGHT)
-    for head in range(6):
-        config = config.with_head(1, head, HeadEntry(Dense()))
+    config = config.with_heads({(1, head): Dense() for head in range(6)})
     assert plan.described(config, reasons) == [
         ("0", "sparse"),
         ("1", "dense in the config"),

@@ -39,7 +39,7 @@ def test_there_is_a_sample_of_every_kind() -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_a_sample_is_plain_text_whose_answer_stands_in_it_once(sample: prompts.SamplePrompt) -> None:
     raw = sample.path.read_bytes()
-    text = sample.read()
+    text = sample.read().text
     assert raw.endswith(b"\n") and b"\r" not in raw and b"\t" not in raw
     assert text == text.rstrip() and 2000 < len(text) < 10_000
     if sample.expected is not None:
@@ -51,24 +51,24 @@ def test_a_sample_is_plain_text_whose_answer_stands_in_it_once(sample: prompts.S
 
 @pytest.mark.model
 def test_samples_have_800_to_2500_tokens(smollm2: Any) -> None:
-    counts = {sample.name: len(smollm2.tokenizer(sample.read()).input_ids) for sample in SAMPLES}
+    counts = {sample.name: len(smollm2.tokenizer(sample.read().text).input_ids) for sample in SAMPLES}
     assert all(800 <= count <= 2500 for count in counts.values()), counts
     assert counts["code"] >= 2048
 
 
 def test_the_code_sample_runs_and_its_own_test_passes() -> None:
-    source = prompts.read_prompt("code") + "\n\ntest_a_cancelled_car_makes_room_for_the_next_one()\n"
+    source = prompts.read_prompt("code").text + "\n\ntest_a_cancelled_car_makes_room_for_the_next_one()\n"
     subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
 
 
 def test_the_register_and_the_table_have_one_line_for_each_question() -> None:
-    body, repeated = prompts.read_prompt("key_value").split("The same lines again")
+    body, repeated = prompts.read_prompt("key_value").text.split("The same lines again")
     register = re.findall(r"^([a-z]+-[a-z]+): (\d{4})$", body, re.M)
     assert len(register) == len({key for key, _ in register}) == len({value for _, value in register}) == 112
     asked = repeated.splitlines()[-1].removesuffix(":")
     assert dict(register)[asked] == "5034"
     assert set(re.findall(r"^(\S+): (\d{4})$", repeated, re.M)) < set(register)
-    rows = [line for line in prompts.read_prompt("table").splitlines() if "| Wed | 18:00 | Calder Mill" in line]
+    rows = [line for line in prompts.read_prompt("table").text.splitlines() if "| Wed | 18:00 | Calder Mill" in line]
     assert len(rows) == 1 and " 2.42 " in rows[0]
 
 
@@ -77,10 +77,10 @@ def test_a_prompt_is_found_by_name_or_by_path(tmp_path: Path) -> None:
     assert prompts.read_prompt("code.txt") == code == prompts.read_prompt("sample_prompts/code.txt")
     path = tmp_path / "mine.txt"
     path.write_bytes(b"\xef\xbb\xbf  two lines\r\nwith an end\r\n\r\n")
-    assert prompts.read_prompt(path) == "  two lines\nwith an end"
+    assert prompts.read_prompt(path).text == "  two lines\nwith an end"
     (tmp_path / "other.md").write_text("text")
     (tmp_path / "left.out").write_bytes(b"\0")
-    assert list(prompts.read_folder(tmp_path)) == ["mine.txt", "other.md"]
+    assert [prompt.name for prompt in prompts.read_folder(tmp_path)] == ["mine.txt", "other.md"]
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def run(*arguments: str) -> Any:
 def test_the_prompt_command_lists_prints_and_makes(tmp_path: Path) -> None:
     listing = run()
     assert listing.exit_code == 0 and all(sample.name in listing.stdout for sample in SAMPLES)
-    assert run("code").stdout == prompts.read_prompt("code") + "\n"
+    assert run("code").stdout == prompts.read_prompt("code").text + "\n"
     out = tmp_path / "long.txt"
     made = run("--tokens", "4096", "--kind", "needle", "--depth", "0.25", "--seed", "3", "--out", str(out))
     assert made.exit_code == 0 and "the answer is: " in made.stderr and made.stdout == ""
-    assert prompts.read_prompt(out) == retrieval.retrieval_prompt("needle", 4096, 0.25, seed=3).text
+    assert prompts.read_prompt(out).text == retrieval.retrieval_prompt("needle", 4096, 0.25, seed=3).text
     assert isinstance(run("code", "--tokens", "4096").exception, PromptError)

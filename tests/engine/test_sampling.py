@@ -7,6 +7,7 @@ import torch
 
 from headscope.engine.attend.attention import dense_attention
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.bench.sampling import SamplingPoint, captured_rows, choices, lines_at, study, totals
 from headscope.engine.search.cost import CostModel
 from tests.helpers.planted import COLUMNS, DISTANCES, PlantedSource, planted_layer, planted_prompts
@@ -22,7 +23,7 @@ def mask_of(columns: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
 def test_every_estimator_gets_the_same_cells(estimator: Estimator) -> None:
     q, k, _ = planted_layer(1, 512)
     for share in (0.2, 0.4):
-        columns, distances = lines_at(q, k, 1.0, estimator, share)
+        columns, distances = lines_at(ScoreInputs(q, k, 1.0), estimator, share)
         wanted = share * 512 * 513 / 2
         for head in range(4):
             cells = int(mask_of(columns[head], distances[head]).sum())
@@ -32,9 +33,9 @@ def test_every_estimator_gets_the_same_cells(estimator: Estimator) -> None:
 def test_captured_mass_is_that_of_the_mask() -> None:
     q, k, v = planted_layer(2, 300)
     _, lse = dense_attention(q, k, v, 1.0)
-    pairs = [lines_at(q, k, 1.0, Estimator(), share) for share in (0.1, 0.4)]
+    pairs = [lines_at(ScoreInputs(q, k, 1.0), Estimator(), share) for share in (0.1, 0.4)]
     columns, distances = (torch.stack([pair[at] for pair in pairs]) for at in (0, 1))
-    found = captured_rows(q, k, lse, 1.0, columns, distances)
+    found = captured_rows(ScoreInputs(q, k, 1.0), lse, columns, distances)
     scores = (q[0].double() @ k[0].double().transpose(-1, -2)).masked_fill(
         torch.ones(300, 300).triu(1).bool(), -torch.inf
     )
@@ -47,7 +48,7 @@ def test_captured_mass_is_that_of_the_mask() -> None:
 
 def test_planted_lines_are_chosen_first() -> None:
     q, k, _ = planted_layer(3)
-    columns, distances = lines_at(q, k, 1.0, Estimator(64, "half", overlap="removed"), 0.12)
+    columns, distances = lines_at(ScoreInputs(q, k, 1.0), Estimator(64, "half", overlap="removed"), 0.12)
     assert columns[1, list(COLUMNS)].all() and distances[1, list(DISTANCES)].all()
 
 

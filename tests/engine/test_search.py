@@ -102,7 +102,7 @@ def test_stored_scores_are_what_a_measurement_from_the_file_gives(planted, tmp_p
     for layer in range(source.count):
         for head, entry in enumerate(config.heads[layer]):
             assert entry.evidence is not None
-            prompt = by_sha[entry.evidence["worst_prompt"]]
+            prompt = by_sha[entry.evidence["prompt"]]
             q, k, v = planted_layer(prompt.ids[0] * 100 + layer, len(prompt.ids), source.order(layer))
             again = measure_heads(q, k, v, config.patterns(layer), scale=1.0, estimator=config.estimator).heads[head]
             assert again.missed_mass_mean == pytest.approx(entry.evidence["missed_mass_mean"], abs=1e-6)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headscope.engine.base.errors import ConfigError, OptionError
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Pattern, VerticalSlash
 from headscope.engine.search.check import Expected
-from headscope.engine.search.cost import FAMILIES, TILE_CELLS, CostModel, fit, nonnegative_least_squares
+from headscope.engine.search.cost import ALWAYS, TILE_CELLS, CostModel, fit, nonnegative_least_squares
 from headscope.engine.search.front import Front, Point, hull, least_loss, least_time, pareto
 from headscope.engine.search.grid import Grid
 from headscope.engine.search.measure import STATS, PromptResult, SearchError
@@ -68,7 +68,7 @@ def made_results(noise: float = 0.0, prompts: int = 2, layers: int = 4, heads: i
 
 def test_the_cost_model_recovers_the_coefficients_that_made_the_times() -> None:
     model = fit(made_results(), GRID, {})
-    for family in FAMILIES:
+    for family in ALWAYS:
         assert model.heads[family]["tile"] == pytest.approx(TRUE[family][1], rel=0.02) or family == "dense"  # type: ignore[index]
     assert model.fit.median_error < 1e-6
     # Dense heads always touch as many tiles here, so that only their sum is known.
@@ -99,7 +99,7 @@ def test_a_cost_model_survives_its_file_and_bad_ones_are_refused(tmp_path: Path)
     model = fit(made_results(), GRID, {"hardware": "test"})
     assert CostModel.load(model.save(tmp_path / "cost.json")) == model
     (tmp_path / "bad.json").write_text('{"format": "headscope.cost-model/1"}')
-    with pytest.raises(ConfigError, match="lacks a field"):
+    with pytest.raises(ConfigError, match="lacks the field 'layer_ms'"):
         CostModel.load(tmp_path / "bad.json")
     text = (tmp_path / "cost.json").read_text().replace('"layer_ms": ', '"layer_ms": -')
     (tmp_path / "negative.json").write_text(text)
@@ -120,7 +120,7 @@ def test_a_slow_spell_of_the_machine_does_not_enter_the_model() -> None:
     one, other = fit(calm, GRID, {}), fit(slow, GRID, {})
     assert other.dense == pytest.approx(one.dense)
     assert other.fit.median_error < 1e-6 and other.fit.mixed_error < 1e-6
-    for family in FAMILIES:
+    for family in ALWAYS:
         assert other.heads[family] == pytest.approx(one.heads[family], rel=1e-6, abs=1e-9)
 
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.base import files
-from headscope.engine.base.errors import ConfigError
-from headscope.engine.cli import evaluate as cli_evaluate
+from headscope.engine.base.errors import ConfigError, OptionError
 from headscope.engine.cli import main as cli
 from headscope.engine.cli import search as cli_search
+from headscope.engine.cli.options import parse_numbers
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.oracle import LossSplit
 from headscope.engine.model.load import LoadedModel
@@ -96,11 +96,8 @@ def test_a_search_of_a_model_by_command_is_resumable_and_its_digest_is_frozen_by
 
         chat_template = None
 
-        def __call__(self, text: str, verbose: bool = True, return_tensors: str | None = None):  # type: ignore[no-untyped-def]
-            import torch
-
-            ids = [3 + ord(letter) % 90 for letter in text]
-            return type("Ids", (), {"input_ids": torch.tensor([ids]) if return_tensors else ids})
+        def __call__(self, text: str, verbose: bool = True):  # type: ignore[no-untyped-def]
+            return type("Ids", (), {"input_ids": [3 + ord(letter) % 90 for letter in text]})
 
     loaded = LoadedModel(tiny_llama.model, Characters(), tiny_llama.name, tiny_llama.fingerprint, tiny_llama.facts)
     monkeypatch.setattr("headscope.engine.model.load.load_model", lambda *args, **options: loaded)
@@ -165,8 +162,8 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
     ):
         result = runner.invoke(cli.build(), [*base, *more])
         assert result.exit_code != 0 and words in str(result.exception), (more, result.exception)
-    with pytest.raises(ConfigError, match="numbers with commas"):
-        cli_evaluate._numbers("--lengths", "many", int)
+    with pytest.raises(OptionError, match="numbers with commas"):
+        parse_numbers("--lengths", "many", int)
     with pytest.raises(ConfigError, match="no field"):
         cli_search.parse_estimator("colour=red")
     assert cli_search.parse_estimator("rows=32, where=tail") == Estimator(32, "tail", overlap="removed")

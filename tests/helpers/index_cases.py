@@ -11,14 +11,14 @@ from headscope.kernels.triton import rows as triton_rows
 
 
 def best_of_row(score: list[float], row: int, budget: int) -> list[int]:
-    """The diagonal and the best before it; equal scores, and those that are no number, in order of position."""
+    """The diagonal and the best before it; equal scores, and NaN, in order of position."""
     largest = torch.finfo(torch.float32).max
     keys = [(-min(s, largest) if s == s else torch.inf, block) for block, s in enumerate(score[:row])]
     return [*sorted(block for _, block in sorted(keys)[: budget - 1]), row]
 
 
 def check_rows(side: int, device: str) -> None:
-    """`triton_rows.choose` and the torch path: ties, infinities, no numbers; budgets from 1 to more than there is."""
+    """`triton_rows.choose` and the torch path: ties, infinities, NaN; budgets from 1 to more than there is."""
     generator = torch.Generator().manual_seed(side)
     some = sorted({0, 1, 7, 40, side - 1} & set(range(side))) if side <= 130 else [100, 1025, side - 1]
     many = len(some)
@@ -48,7 +48,7 @@ def check_rows(side: int, device: str) -> None:
 
 
 def check_cuts(size: int, device: str) -> None:
-    """The exact k-th best of hostile scores: equal ones, both zeros, denormals, infinities, no numbers."""
+    """The exact k-th best of hostile scores: equal ones, both zeros, denormals, infinities, NaN."""
     generator = torch.Generator().manual_seed(size)
     plain = torch.randn(size, generator=generator)
     mixed = torch.tensor([0.0, -0.0, 1e-45, -1e-45, torch.inf, -torch.inf, torch.nan, 1.0, 3.4e38, -3.4e38])

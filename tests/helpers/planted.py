@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.search.measure import SearchPrompt
 
 LENGTH = 1024
@@ -100,7 +101,7 @@ class PlantedSource:
         for layer in layers:
             self.streamed.append(layer)
             q, k, v = planted_layer(prompt.ids[0] * 100 + layer, len(prompt.ids), self.order(layer))
-            visit(layer, q, k, v, 1.0)
+            visit(layer, LayerInputs(q, k, v, 1.0))
 
     def prefill_ms(self, prompt: SearchPrompt) -> float:
         return 0.0

@@ -10,8 +10,7 @@ from streamlit.testing.v1 import AppTest
 
 from headscope.engine.base.places import ROOT
 from headscope.engine.model.load import LoadedModel
-from headscope.studio.ui import state
-from headscope.studio.ui.state import View
+from headscope.studio.ui.view import View
 from headscope.studio.work import prompts
 from headscope.studio.work.lab import Lab
 from tests.helpers.studio_toy import make_lab, toy
@@ -20,38 +19,36 @@ SESSION = "abcdefghij"
 
 
 @pytest.fixture
-def held(tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     made = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
     yield made
     made.close()
 
 
-def page(name: str, seen: View | None = None, **query: str) -> AppTest:
+def page(name: str, view: View | None = None, **query: str) -> AppTest:
     test = AppTest.from_file(str(ROOT / "pages" / f"{name}.py"), default_timeout=60)
-    if seen is not None:
-        test.session_state["view"] = seen
+    if view is not None:
+        test.session_state["view"] = view
     for key, value in query.items():
         test.query_params[key] = value
     return test.run()
 
 
-def run_now(held: Lab, prompt: prompts.Prompt | None = None, session: str = SESSION) -> str:
+def run_now(lab: Lab, prompt: prompts.Prompt | None = None, session: str = SESSION) -> str:
     """A run made without a page."""
     chosen = prompt or prompts.sample("prose")
-    job = held.worker.submit(
+    job = lab.worker.submit(
         session,
         "run",
         "Run",
-        lambda context: held.run_prompt(
-            context, "smollm2", chosen, False, lambda facts: state.draft_of(held, session, facts)
-        ),
+        lambda context: lab.runs.make(context, "smollm2", chosen, False, lambda facts: lab.drafts.of(session, facts)),
     )
     assert job.finished.wait(60) and job.state == "done", job.error
     return job.result
 
 
-def wait(held: Lab, session: str = SESSION) -> None:
-    job = held.worker.latest(session)
+def wait(lab: Lab, session: str = SESSION) -> None:
+    job = lab.worker.latest(session)
     assert job is not None and job.finished.wait(60), "the job did not end"
 
 

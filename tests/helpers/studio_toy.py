@@ -11,7 +11,7 @@ import torch
 
 from headscope.engine.model.load import LoadedModel
 from headscope.studio.ui import state
-from headscope.studio.work import lab as lab_module
+from headscope.studio.work import models
 from headscope.studio.work.lab import Lab
 from headscope.studio.work.shelf import Shelf
 
@@ -23,6 +23,7 @@ class ToyTokenizer:
     """Cuts text into pieces of 24 characters; ids are made from them and decode to a short word."""
 
     chat_template = "{{ messages }}"
+    is_fast = True
     pad_token_id = 0
     eos_token_id = 2
 
@@ -30,22 +31,20 @@ class ToyTokenizer:
         self._pieces: dict[int, str] = {}
 
     def __call__(self, text: str, **_: Any) -> Any:
-        ids = []
+        ids, offsets = [], []
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]
             token = 3 + sum(piece.encode("utf-8", "replace")) % 90
             self._pieces.setdefault(token, piece)
             ids.append(token)
-        return type("Encoding", (), {"input_ids": torch.tensor([ids], dtype=torch.long)})()
+            offsets.append((start, start + len(piece)))
+        return type("Encoding", (), {"input_ids": ids, "offset_mapping": offsets})()
 
     def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
         return "[user turn begins here] " + turns[0]["content"] + " [the assistant's turn] "
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(self._pieces.get(int(token), f"w{int(token)}") for token in torch.as_tensor(ids).reshape(-1))
-
-    def batch_decode(self, batch: list[list[int]]) -> list[str]:
-        return [self.decode(ids) for ids in batch]
 
 
 def toy(tiny: LoadedModel) -> LoadedModel:
@@ -56,7 +55,7 @@ def toy(tiny: LoadedModel) -> LoadedModel:
 
 def make_lab(loaded: LoadedModel, folder: Path, patch: pytest.MonkeyPatch, path: Path | None = None) -> Lab:
     """A lab on a database in `folder`, whose models all are `loaded`, put where the pages look for it."""
-    patch.setattr(lab_module, "load_model", lambda name, progress=None: loaded)
+    patch.setattr(models, "load_model", lambda name, progress=None: loaded)
     made = Lab(path or folder / "studio.duckdb", Shelf(folder / "captures", 2**30))
     patch.setattr(state, "lab", lambda: made)
     return made

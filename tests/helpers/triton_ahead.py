@@ -1,6 +1,6 @@
 """Compiles the Triton kernels ahead of time, without a GPU, and prints what each takes: one JSON object a line.
 
-Run as a program, so that another triton can be put first on the path: `python -m tests.triton_ahead 80 90`.
+Run as a program, so that another triton can be put first on the path: `python -m tests.helpers.triton_ahead 80 90`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headscope.kernels.gluon import attention as gluon_attention
 from headscope.kernels.gluon import mass as gluon_mass
+from headscope.kernels.gluon import tables as gluon_tables
 from headscope.kernels.triton import attention as triton_attention
+from headscope.kernels.triton import cover as triton_cover
 from headscope.kernels.triton import cut as triton_cut
 from headscope.kernels.triton import dense as triton_dense
 from headscope.kernels.triton import mass as triton_mass
 from headscope.kernels.triton import plan as triton_plan
 from headscope.kernels.triton import pools as triton_pools
+from headscope.kernels.triton import profiles as triton_profiles
 from headscope.kernels.triton import rows as triton_rows
 from headscope.kernels.triton import runs as triton_runs
 from headscope.kernels.triton import scores as triton_scores
@@ -134,7 +136,7 @@ _BYTES = dict.fromkeys(("cover_ptr", "flag_ptr"), "*u8")
 
 
 def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
-    """The index and measurement kernels that form products of queries and keys, with the stages that fit."""
+    """The index and measurement kernels that multiply queries and keys, with the stages that fit."""
     size, room = (4 if element == "fp32" else 2), SHARED[capability]
     stages, on_maps = triton_scores.stages_for(width, size, room), triton_mass.launch_for(width, size, room)
     types = (
@@ -159,7 +161,7 @@ def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
         ("tail", triton_scores._tail_kernel, scores, on_passes, 3),
         ("map", triton_mass._rows_kernel, cells | {"LAYOUT": False, "BLOCKS": False}, warps, on_maps.rows),
         ("map of cells", triton_mass._rows_kernel, cells | {"LAYOUT": True, "BLOCKS": True}, warps, on_maps.rows),
-        ("diagonals", triton_mass._diagonals_kernel, shared, warps, on_maps.diagonals),
+        ("diagonals", triton_profiles._diagonals_kernel, shared, warps, on_maps.diagonals),
     ]
     return [
         measure(f"{name} {element} d{width}", kernel, types, constants, capability, warps, stages)
@@ -168,7 +170,7 @@ def passes(capability: int, element: str, width: int) -> list[dict[str, Any]]:
 
 
 def others(capability: int) -> list[dict[str, Any]]:
-    """The kernels that form no products."""
+    """The kernels without an MMA."""
     types = _FLOATS | _BYTES
     lines = types | {"bands_ptr": "*i32", "windows_ptr": "*i32"}
     score = types | {"in_ptr": "*fp32", "cut_ptr": "*fp32", "score_ptr": "*fp32", "out_ptr": "*i32"}
@@ -189,9 +191,9 @@ def others(capability: int) -> list[dict[str, Any]]:
             {"MODE": 0, "LIST": True, "COUNT": True, "FLAGS": True, "CHUNK": triton_select.CHUNK},
         ),
         ("boxes", triton_plan._boxes_kernel, {}, {"TILE": 128}),
-        ("cover", triton_plan._cover_kernel, _BYTES, {"TILE": 128, "BLOCK": 1024}),
+        ("cover", triton_cover._cover_kernel, _BYTES, {"TILE": 128, "BLOCK": 1024}),
         ("columns of pools", triton_mass._columns_kernel, _FLOATS, {}),
-        ("along diagonals", triton_mass._along_kernel, _FLOATS, {}),
+        ("along diagonals", triton_profiles._along_kernel, _FLOATS, {}),
         ("runs, summary", triton_runs._summary_kernel, lines, {"CHUNK": triton_runs.CHUNK}),
         ("runs, count", triton_runs._count_kernel, lines, {"CHUNK": triton_runs.CHUNK, "CHUNKS": 32}),
         ("count", triton_select._count_kernel, score, {"MODE": 0, "CHUNK": triton_select.CHUNK}),
@@ -204,9 +206,9 @@ def others(capability: int) -> list[dict[str, Any]]:
             dict.fromkeys(("k_ptr", "v_ptr", "kc_ptr", "vc_ptr"), "*bf16"),
             {"D": 128, "WIDTH": 128, "ROWS": 32},
         ),
-        ("keep", triton_plan._keep_kernel, _BYTES, {"TILE": 128, "WORDS": 32, "WHOLE": True}),
-        ("counts for gluon", gluon_attention._counts_kernel, {}, {}),
-        ("uneven for gluon", gluon_attention._uneven_kernel, {}, {}),
+        ("keep", triton_cover._keep_kernel, _BYTES, {"TILE": 128, "WORDS": 32, "WHOLE": True}),
+        ("counts for gluon", gluon_tables._counts_kernel, {}, {}),
+        ("uneven for gluon", gluon_tables._uneven_kernel, {}, {}),
         ("reduce for gluon", gluon_mass._reduce_kernel, _FLOATS | {"part_ptr": "*fp32"}, {"GROUPS": 4, "WIDTH": 64}),
     ]
     warps = {"runs": 8, "runs, summary": 8, "runs, count": 8, "counts": 2, "uneven for gluon": 1}

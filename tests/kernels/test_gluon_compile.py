@@ -77,7 +77,7 @@ def test_registers_spills_and_shared_memory(end: str, tmp_path: Path) -> None:
         assert cost["registers"] <= 168, f"{name} on triton {version}: {cost}"
         assert cost["shared"] <= SHARED_LIMIT, f"{name} on triton {version}: {cost}"
         assert cost["spills"] <= spills.get(name, 0), f"{name} on triton {version}: {cost}"
-        assert not cost["warnings"], f"{name} on triton {version}: ptxas serialises products: {cost['warnings']}"
+        assert not cost["warnings"], f"{name} on triton {version}: ptxas serialises MMAs: {cost['warnings']}"
 
 
 def test_unknown_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

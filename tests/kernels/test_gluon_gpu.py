@@ -18,7 +18,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 LENGTHS = (1, 2, 63, 64, 65, 111, 127, 128, 200, 333, 700, 1000, 1111)
-FLOOR = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Relative error allowed where plain torch in the same dtype does better than rounding."""
 
 
@@ -47,7 +47,7 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[0, 1, 3], ids=["as launched", "one program", "three programs"])
 def fewer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Divides the cases of a test. Few programs take many items each; with as many as a GPU has multiprocessors, small
+    """Divides the cases of a test. Few programs take many items each; with as many as a GPU has SMs, small
     cases are one item a program."""
     from headscope.kernels.gluon import attention as gluon_attention
 
@@ -66,7 +66,7 @@ def test_attention_over_layouts(head_dim: int, dtype: torch.dtype, fewer: int) -
         inputs = [x.clone() for x in (case.q, case.k, case.v, case.layout.columns, case.layout.windows)]
         out, lse = gluon_attention.attend(case.q, case.k, case.v, case.layout, case.scale)
         expected, expected_lse = triton_cases.truth(case)
-        allowed = max(2 * triton_cases.plain_error(case, membership.mask(case.layout), expected), FLOOR[dtype])
+        allowed = max(2 * triton_cases.plain_error(case, membership.mask(case.layout), expected), ROUNDING[dtype])
         assert triton_cases.error_of(out, expected) <= allowed, case.name
         assert triton_cases.lse_error(lse, expected_lse) <= 2e-5, case.name
         left = (case.q, case.k, case.v, case.layout.columns, case.layout.windows)
@@ -85,7 +85,7 @@ def test_attention_over_patterns(head_dim: int, dtype: torch.dtype, fewer: int) 
         seen[gluon_attention.may_overlap(case.layout)] += 1
         out, lse = gluon_attention.attend(case.q, case.k, case.v, case.layout, case.scale)
         expected, expected_lse = triton_cases.truth(case)
-        allowed = max(2 * triton_cases.plain_error(case, membership.mask(case.layout), expected), FLOOR[dtype])
+        allowed = max(2 * triton_cases.plain_error(case, membership.mask(case.layout), expected), ROUNDING[dtype])
         assert triton_cases.error_of(out, expected) <= allowed, case.name
         assert triton_cases.lse_error(lse, expected_lse) <= 2e-5, case.name
     assert min(seen.values()) > 20 / fewer
@@ -103,7 +103,7 @@ def test_dense(head_dim: int, dtype: torch.dtype, fewer: int) -> None:
         out, lse = gluon_attention.dense(case.q, case.k, case.v, case.scale, starts)
         expected, expected_lse = reference.dense(case.q, case.k, case.v, case.scale, starts)
         mask = reference.causal(case.q.shape[2], case.k.shape[2], starts, case.q.device)
-        allowed = max(2 * triton_cases.plain_error(case, mask, expected), FLOOR[dtype])
+        allowed = max(2 * triton_cases.plain_error(case, mask, expected), ROUNDING[dtype])
         assert triton_cases.error_of(out, expected) <= allowed, case.name
         assert triton_cases.lse_error(lse, expected_lse) <= 2e-5, case.name
 
@@ -239,8 +239,8 @@ def test_what_is_not_served_says_why() -> None:
     for wrong in (case.q.float(), case.q[..., :80].contiguous()):
         with pytest.raises(ValueError, match="Gluon kernels"):
             gluon_attention.dense(wrong, wrong, wrong, 1.0, case.layout.starts)
-    assert gluon_mass.serves_pooled((0, 100), (0, 1000), (2, 2)) is not None
+    assert gluon_mass.pooled_refusal((0, 100), (0, 1000), (2, 2)) is not None
     narrow = Layout(**{**vars(case.layout), "tile": 1})
-    assert "tile" in (gluon_attention.serves_layout(narrow) or "")
+    assert "tile" in (gluon_attention.layout_refusal(narrow) or "")
     many = torch.full((case.layout.windows.shape[0], gluon_attention.MAX_BANDS + 1, 2), PAD, device="cuda")
-    assert "distance ranges" in (gluon_attention.serves_layout(Layout(**{**vars(case.layout), "bands": many})) or "")
+    assert "distance ranges" in (gluon_attention.layout_refusal(Layout(**{**vars(case.layout), "bands": many})) or "")

@@ -24,8 +24,8 @@ NEWEST = ROOT / ".venv" / "triton-3.9"
 
 
 def _stack_allowed(row: dict) -> int:
-    """Bytes of spills a thread. Masked tiles spill, not the main loops where products keep operands in shared memory
-    (sm_90, sm_100); float32 products take a whole head through registers."""
+    """Bytes of spills a thread. Masked tiles spill, not the main loops where an MMA keeps its operands in shared memory
+    (sm_90, sm_100); that of float32 takes a whole head through registers."""
     name, wide = row["name"], row["name"].endswith("d256")
     if name.startswith("rows"):
         return 0
@@ -91,7 +91,7 @@ def test_compiles_with_newest_triton(capability: int) -> None:
 
 
 def test_main_loops_leave_room_for_two_blocks() -> None:
-    """The layout kernel of head size 128 fits twice on an sm_90 multiprocessor, as when it was timed."""
+    """The layout kernel of head size 128 fits twice on an SM of sm_90, as when it was timed."""
     from headscope.kernels.triton.attention import sparse_settings
 
     use = sparse_settings(128, 2, 90)

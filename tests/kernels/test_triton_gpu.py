@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.bench.cases import SHAPES, clustered_layout, random_qkv
+from headscope.engine.bench.cases import clustered_layout, random_qkv
+from headscope.engine.bench.shapes import SHAPES
 from headscope.kernels.cells import membership, reference
 from headscope.kernels.cells.layout import Layout
 from headscope.kernels.cells.plan import HeadPlan
@@ -69,6 +70,7 @@ def _run(module, case: triton_cases.Case, layout: Layout | None) -> tuple[torch.
 def test_index_and_sums(length: int, head_dim: int, dtype: torch.dtype, plan: HeadPlan) -> None:
     from headscope.kernels.triton import index as triton_index
     from headscope.kernels.triton import mass as triton_mass
+    from headscope.kernels.triton import profiles as triton_profiles
 
     generator = torch.Generator(device="cuda").manual_seed(length + head_dim)
     q, k = (torch.randn(1, h, length, head_dim, generator=generator, device="cuda").to(dtype) for h in (6, 2))
@@ -77,7 +79,7 @@ def test_index_and_sums(length: int, head_dim: int, dtype: torch.dtype, plan: He
     assert torch.equal(membership.mask(ours), membership.mask(theirs))
     lse = reference.dense(q, k, k, head_dim**-0.5, (0,))[1].float()
     mass = (q, k, lse, head_dim**-0.5, (0,))
-    for found, expected in zip(triton_mass.sums(*mass), torch_mass.sums(*mass), strict=True):
+    for found, expected in zip(triton_profiles.sums(*mass), torch_mass.sums(*mass), strict=True):
         assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
     crop = ((3, length), (0, length - 5), (37, 61))
     for layout in (None, ours):
@@ -107,7 +109,7 @@ def test_sampled_long_rows(length: int, impl: str) -> None:
     """Rows of three heads at length, over a clustered vertical-slash index and over everything."""
     if impl == "gluon" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    attention = importlib.import_module(f"headscope.kernels.{impl}_attention")
+    attention = importlib.import_module(f"headscope.kernels.{impl}.attention")
 
     shape = SHAPES["llama3-8b"]
     q, k, v = random_qkv(shape, 1, length, torch.bfloat16, torch.device("cuda"))

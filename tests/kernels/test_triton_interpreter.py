@@ -20,7 +20,7 @@ from headscope.kernels.cells.layout import PAD, Layout
 from headscope.kernels.cells.plan import HeadPlan
 from headscope.kernels.torch import index as torch_index
 from headscope.kernels.torch import mass as torch_mass
-from tests.helpers import index_cases, triton_cases
+from tests.helpers import index_cases, strides, triton_cases
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
@@ -85,6 +85,70 @@ def test_attention_dense(seed: int) -> None:
 
 
 @inside
+@pytest.mark.parametrize("how", strides.WAYS)
+def test_attention_of_any_strides(how: str) -> None:
+    from headscope.kernels.triton import attention as triton_attention
+
+    case = triton_cases.random_case(3, lengths=(65,), head_dims=(16,), dtypes=(torch.float32,))
+    q, k, v = strides.restrided(how, case.q, case.k, case.v)
+    for found, expected in (
+        (
+            triton_attention.attend(q, k, v, case.layout, case.scale),
+            reference.attend(q, k, v, case.layout, case.scale),
+        ),
+        (
+            triton_attention.dense(q, k, v, case.scale, case.layout.starts),
+            reference.dense(q, k, v, case.scale, case.layout.starts),
+        ),
+    ):
+        assert triton_cases.error_of(found[0], expected[0]) <= TOLERANCE[q.dtype], case.name
+        assert triton_cases.lse_error(found[1], expected[1]) <= 1e-5, case.name
+
+
+@inside
+@pytest.mark.parametrize("how", ["transposed dimensions", "expanded", "odd offset"])
+def test_index_and_mass_of_any_strides(how: str) -> None:
+    from headscope.kernels.triton import index as triton_index
+    from headscope.kernels.triton import mass as triton_mass
+    from headscope.kernels.triton import profiles as triton_profiles
+
+    generator = torch.Generator().manual_seed(5)
+    q, k = strides.restrided(how, *(torch.randn(1, heads, 130, 16, generator=generator) for heads in (2, 1)))
+    starts, scale = (20,), 0.25
+    plans = [HeadPlan(vertical=9, sink=2, slash=12, local=3), HeadPlan(top_blocks=2, block_size=32)]
+    arguments = (plans, starts, scale, Estimator(), 128)
+    ours, theirs = triton_index.build(q, k, *arguments)[1], torch_index.build(q, k, *arguments)[1]
+    assert torch.equal(membership.mask(ours), membership.mask(theirs))
+    lse = reference.dense(q, k, k, scale, starts)[1].transpose(1, 2).contiguous().transpose(1, 2)
+    span = ((0, 130), (3, 129), (2, 3))
+    pairs = [(triton_mass.pooled(q, k, lse, scale, starts, *span), torch_mass.pooled(q, k, lse, scale, starts, *span))]
+    found, expected = (module.sums(q, k, lse, scale, starts) for module in (triton_profiles, torch_mass))
+    for one, other in (*pairs, *zip(found, expected, strict=True)):
+        assert torch.allclose(one, other, atol=2e-4, rtol=2e-4)
+
+
+@inside
+def test_attention_refuses_what_does_not_fit() -> None:
+    """By the launchers themselves, before a kernel reads beside a tensor."""
+    from headscope.kernels.triton import attention as triton_attention
+    from headscope.kernels.triton import mass as triton_mass
+    from headscope.kernels.triton import scores as triton_scores
+
+    case = triton_cases.random_case(1, dtypes=(torch.float32,), lengths=(65,), head_dims=(16,))
+    q, k, v = case.q, case.k, case.v
+    with pytest.raises(ValueError, match="the layout is for"):
+        triton_attention.attend(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], case.layout, case.scale)
+    with pytest.raises(ValueError, match="starts must be"):
+        triton_attention.dense(q, k, v, case.scale, (66,) * len(q))
+    with pytest.raises(ValueError, match="lse must be"):
+        span = ((0, 65), (0, 65), (1, 1))
+        triton_mass.pooled(q, k, torch.zeros(1, 1, 65), case.scale, case.layout.starts, *span)
+    with pytest.raises(ValueError, match="k must be contiguous"):
+        ints = torch.zeros(1, 1, dtype=torch.int32)
+        triton_scores.norms(q, k.transpose(2, 3).contiguous().transpose(2, 3), ints[0], ints, ints[0], 1.0, False)
+
+
+@inside
 @pytest.mark.parametrize("seed", range(8))
 def test_attention_ignores_padding_values(seed: int) -> None:
     """Whatever stands before a sequence's first key, numbers or not, changes no row."""
@@ -104,15 +168,15 @@ def test_attention_ignores_padding_values(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_attention_keep_bits(seed: int) -> None:
     """The bits that say which columns the boxes leave, against the cells themselves."""
-    from headscope.kernels.triton import plan as triton_plan
+    from headscope.kernels.triton import cover, plan
 
     case = triton_cases.random_case(3000 + seed, lengths=(65, 200, 333))
     layout = case.layout
-    plan = triton_plan.make_plan(layout)
+    launch = plan.make_tables(layout)
     if not layout.columns.shape[1]:
         return
-    some, whole = triton_plan.keep_bits(layout, plan)
-    even = triton_plan.column_bits(layout, plan)
+    some, whole = cover.keep_bits(layout, launch.cover)
+    even = cover.column_bits(layout, launch.cover)
     assert torch.equal(even[..., : some.shape[2]], some) and not even[..., some.shape[2] :].any()
     tables = membership.tables(layout)
     for head in range(layout.batch * layout.heads):
@@ -129,7 +193,7 @@ def test_attention_keep_bits(seed: int) -> None:
                 every = int(whole[head, block, place // 32]) >> (place % 32) & 1
                 assert bit or not bool(left.any()), (case.name, head, block, column)
                 assert not every or bool(left.all()), (case.name, head, block, column)
-                by_block = int(plan.edge[head, 0, 0]) == 64 and layout.tile == 128 and layout.band_count[head] == 0
+                by_block = int(launch.edge[head, 0, 0]) == 64 and layout.tile == 128 and layout.band_count[head] == 0
                 if by_block and layout.window_count[head] > 0:
                     assert bool(left.all()) == bool(left.any()) == bool(bit), (case.name, head, block, column)
 
@@ -156,13 +220,43 @@ def test_mass_maps(seed: int) -> None:
 
 
 @inside
+def test_mass_maps_of_more_pools_than_a_grid_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of rows, and heads, go in chunks that the second and third axis of a grid can count."""
+    from headscope.kernels.triton import mass as triton_mass
+
+    monkeypatch.setattr(triton_mass, "_MOST_PROGRAMS", 2)
+    case = triton_cases.random_case(4003, lengths=(65,), tiles=(128,))
+    _, lse = reference.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
+    span = ((0, 65), (0, 65), (13, 2))
+    arguments = (case.q, case.k, lse, case.scale, case.layout.starts, *span)
+    assert torch.allclose(triton_mass.pooled(*arguments), torch_mass.pooled(*arguments), atol=2e-4, rtol=2e-4)
+    cells = triton_mass.coverage(case.layout, *span)
+    assert torch.equal(cells, torch_mass.coverage(case.layout, *span))
+
+
+@inside
+def test_mass_refuses_tiles_that_its_masks_do_not_know() -> None:
+    """A layout of tile 16 gave the map of other cells, without a word."""
+    from headscope.kernels.triton import mass as triton_mass
+
+    q, k = torch.randn(1, 1, 100, 16), torch.randn(1, 1, 100, 16)
+    plan = HeadPlan(vertical=3, sink=1, slash=9, local=1)
+    layout = torch_index.build(q, k, [plan], (0,), 0.25, Estimator(), 16)[1]
+    span = ((0, 100), (0, 100), (2, 2))
+    with pytest.raises(ValueError, match="tile 128 or 1"):
+        triton_mass.pooled(q, k, torch.zeros(1, 1, 100), 0.25, (0,), *span, layout)
+    with pytest.raises(ValueError, match="tile 128 or 1"):
+        triton_mass.coverage(layout, *span)
+
+
+@inside
 @pytest.mark.parametrize("seed", range(8))
 def test_mass_sums(seed: int) -> None:
-    from headscope.kernels.triton import mass as triton_mass
+    from headscope.kernels.triton import profiles as triton_profiles
 
     case = triton_cases.random_case(5000 + seed, lengths=(1, 2, 63, 64, 65, 130, 200, 333))
     _, lse = reference.dense(case.q, case.k, case.v, case.scale, case.layout.starts)
-    found = triton_mass.sums(case.q, case.k, lse.float(), case.scale, case.layout.starts)
+    found = triton_profiles.sums(case.q, case.k, lse.float(), case.scale, case.layout.starts)
     expected = torch_mass.sums(case.q, case.k, lse.float(), case.scale, case.layout.starts)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-4, rtol=2e-4), case.name
@@ -302,7 +396,7 @@ def test_index_ties_and_budgets(seed: int) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize(("side", "held"), [*((n, 16384) for n in (1, 2, 3, 63, 64, 65, 130, 1100)), (2100, 1024)])
 def test_index_chooses_rows(side: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with many ties, infinities and no numbers; rows beyond registers."""
+    """Rows with many ties, infinities and NaN; rows beyond registers."""
     from headscope.kernels.triton import rows as triton_rows
 
     monkeypatch.setattr(triton_rows, "_HELD", held)

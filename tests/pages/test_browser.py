@@ -20,7 +20,7 @@ import pytest
 
 from headscope.engine.base.places import ROOT
 from headscope.engine.config.file import HeadConfig
-from headscope.engine.loss.measure import measure_heads
+from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.patterns.families import BlockSparse
 from headscope.engine.runs.capture import Capture
 from headscope.studio.base import words
@@ -263,10 +263,7 @@ def test_the_whole_story(studio: Studio, browser: Any, tmp_path: Path) -> None:
     assert config.patterns(layer)[head] == BlockSparse(blocks)
     run_id = re.search(r"run=([a-f0-9]{12})", page.url).group(1)
     capture = Capture.load(studio.folder / "captures" / run_id)
-    q, k, v = capture.layer(layer)
-    result = measure_heads(
-        q, k, v, config.patterns(layer), layer=layer, scale=capture.scales[layer], estimator=config.estimator
-    )
+    result = measure_patterns(capture.layer(layer), config.patterns(layer), layer=layer, estimator=config.estimator)
     again = result.heads[head]
     evidence = config.heads[layer][head].evidence
     assert again.missed_mass_mean == pytest.approx(evidence["missed_mass_mean"], abs=1e-5)

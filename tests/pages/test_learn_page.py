@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +15,8 @@ from unittest.mock import ANY
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from headscope.studio.lessons import chart, real_heads
-from headscope.studio.lessons.chapters import CHAPTERS
+from headscope.studio.lessons.contents import CHAPTERS
+from headscope.studio.lessons.maths import real_heads, tiles, time_split
 from headscope.studio.ui import state
 from headscope.studio.work.jobs import Context, Worker
 
@@ -48,19 +48,13 @@ def answer(at: AppTest) -> str:
 
 
 @pytest.mark.parametrize("chapter", [one.number for one in CHAPTERS])
-@pytest.mark.parametrize("served", [True, False])
-def test_every_chapter_opens_with_formula_source_picture_and_question(
-    chapter: int, served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The studio's server hands out a small plotly; under a plain `streamlit run` streamlit draws."""
-    monkeypatch.setattr(chart, "served", served)
+def test_every_chapter_opens_with_formula_source_picture_and_question(chapter: int) -> None:
     at = page(chapter)
     assert not at.exception
     assert at.header[0].value == f"{chapter} · {CHAPTERS[chapter - 1].title}"
     assert len(at.latex) == 1
     assert any("2407.02490" in caption.value for caption in at.caption)
-    drawn = len(at.get("bidi_component")), len(at.get("plotly_chart"))
-    assert drawn[not served] >= 1 and drawn[served] == 0
+    assert at.get("plotly_chart")
     assert answer(at)
 
 
@@ -214,7 +208,7 @@ def until(at: AppTest, reached: Callable[[], bool]) -> None:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker of its own in place of the lab, and a model that is there."""
-    one = SimpleNamespace(worker=Worker(), load=lambda name, context: None)
+    one = SimpleNamespace(worker=Worker(), models=SimpleNamespace(load=lambda name, context: None))
     monkeypatch.setattr(state, "lab", lambda: one)
     monkeypatch.setattr(real_heads, "fetched", lambda model: True)
     yield one
@@ -249,18 +243,35 @@ def test_what_stops_the_measurement_is_said(held: Any, monkeypatch: pytest.Monke
     assert any(button.key == "real-run" for button in at.button)
 
 
-def test_the_script_that_draws_is_packaged_and_draws_every_kind_of_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chart, "served", True)
-    body = chart.FILE.read_text(encoding="utf-8")
-    assert len(body) < 2_000_000
-    assert chart.FILE.with_name("plotly-cartesian.LICENSE").exists()
-    for one in CHAPTERS:
-        figures = page(one.number).get("bidi_component")
-        assert figures or one.number == 10
-        for figure in figures:
-            drawn = json.loads(json.loads(figure.proto.json)["figure"])
-            for trace in drawn["data"]:
-                assert f'name:"{trace["type"]}"' in body, f"chapter {one.number}"
+@pytest.mark.parametrize(
+    ("chapter", "key", "maths", "shown"),
+    [(7, "tiles", tiles, "tile widths"), (9, "time", time_split, "2,048 tokens")],
+)
+def test_times_are_taken_on_the_device_thread_and_never_beside_a_run(
+    chapter: int, key: str, maths: Any, shown: str, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, may_end = [], threading.Event()
+    timer = "timed" if maths is tiles else "measure_heads"
+    real = getattr(maths, timer)
+
+    def watched(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*args, **options)
+
+    monkeypatch.setattr(maths, timer, watched)
+    run = held.worker.submit("somebody else", "run", "Run", lambda context: may_end.wait(60))
+    at = page(chapter)
+    assert any("Nothing is timed while a run is under way" in caption.value for caption in at.caption)
+    assert shown in at.button(key=f"{key}-run").label
+    at.button(key=f"{key}-run").click().run()
+    until(at, lambda: any("1 run before this one" in one.proto.text for one in at.get("progress")))
+    assert run.open and not threads
+    may_end.set()
+    until(at, lambda: any(button.key == f"{key}-run" for button in at.button))
+    assert set(threads) == {"headscope-device"}
+    assert not at.exception and not any("Nothing is timed" in caption.value for caption in at.caption)
+    told = [*at.markdown, *at.caption]
+    assert any(one.value.startswith(("Width", "Here width", "Best at")) for one in told)
 
 
 def query(at: AppTest) -> dict[str, str]:

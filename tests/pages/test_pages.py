@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import replace
@@ -11,28 +12,32 @@ import pytest
 import torch
 
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.config.file import HeadConfig
-from headscope.engine.loss.measure import measure_heads
+from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, VerticalSlash
 from headscope.studio.base import words
 from headscope.studio.charts import charts
+from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import LIGHT
-from headscope.studio.ui import panels, state
-from headscope.studio.ui.state import View
+from headscope.studio.ui import panels
+from headscope.studio.ui.view import View
 from headscope.studio.work import exports, prompts
 from headscope.studio.work.draft import Draft
+from headscope.studio.work.drafts import start_grid
 from headscope.studio.work.lab import Lab
+from headscope.studio.work.results import HeadCase
 from tests.helpers import studio_pages
 from tests.helpers.studio_pages import SESSION, ok, page, run_now, shown, wait
 from tests.helpers.studio_toy import make_lab, toy
 
 NASTY = "<script>alert(1)</script> **bold** [link](http://example.org) $x$ :material/home: `code` " * 12
 
-held = studio_pages.held
+lab = studio_pages.lab
 
 
-def test_a_first_visit_has_a_sample_chosen_and_one_bright_button(held: Lab) -> None:
+def test_a_first_visit_has_a_sample_chosen_and_one_bright_button(lab: Lab) -> None:
     test = ok(page("heads"))
     assert "What does every attention head lose?" in shown(test)
     assert test.selectbox(key="model").value == "smollm2" and test.selectbox(key="sample").value == "code"
@@ -41,27 +46,27 @@ def test_a_first_visit_has_a_sample_chosen_and_one_bright_button(held: Lab) -> N
     assert [button.key for button in primary] == ["run"]
 
 
-def test_run_opens_on_the_worst_head_and_the_numbers_are_the_engines(held: Lab) -> None:
-    seen = View(SESSION)
-    test = ok(page("heads", seen))
+def test_run_opens_on_the_worst_head_and_the_numbers_are_the_engines(lab: Lab) -> None:
+    view = View(SESSION)
+    test = ok(page("heads", view))
     ok(test.button(key="run").click().run())
-    wait(held)
+    wait(lab)
     ok(test.run())
-    run = held.run(seen.run_id)
+    run = lab.runs.open(view.run_id)
     assert run is not None and run.row.tokens > 200
-    grid = held.grid(run.id, state.start_grid(run.facts))
+    grid = lab.measurements.grid(run.id, start_grid(run.facts))
     values = {(one.layer, one.head): one.missed_mass_mean for row in grid for one in row}
     worst = max(values, key=values.get)
-    assert (seen.layer, seen.head) == worst
+    assert (view.layer, view.head) == worst
     assert f"Layer {worst[0]} · Head {worst[1]}" in shown(test)
     metrics = {item.label: item.value.replace("\u00a0", " ") for item in test.metric}
     assert metrics["misses, mean"] == words.percent(values[worst]).replace("\u00a0", " ")
     assert test.query_params["run"] in (run.id, [run.id])
 
 
-def test_clicks_tables_and_buttons_all_lead_to_the_head(held: Lab) -> None:
-    seen = View(SESSION, run_id=run_now(held))
-    test = ok(page("heads", seen))
+def test_clicks_tables_and_buttons_all_lead_to_the_head(lab: Lab) -> None:
+    view = View(SESSION, run_id=run_now(lab))
+    test = ok(page("heads", view))
     ok(test.selectbox(key="heads-layer").select(2).run())
     ok(test.selectbox(key="heads-head").select(4).run())
     assert "Layer 2 · Head 4" in shown(test)
@@ -70,18 +75,20 @@ def test_clicks_tables_and_buttons_all_lead_to_the_head(held: Lab) -> None:
     assert "Layer 2 · Head 5" in shown(test)
     assert test.button(key="heads-next").disabled
     ok(test.button(key="heads-previous").click().run())
-    assert (seen.layer, seen.head) == (2, 4)
+    assert (view.layer, view.head) == (2, 4)
 
 
-@pytest.mark.parametrize("look", ["numbers and areas", "where the loss comes from", "GQA group", "missed places"])
-def test_every_panel_about_a_head_draws(held: Lab, look: str) -> None:
-    seen = View(SESSION, run_id=run_now(held), look=look, layer=1, head=3)
-    ok(page("heads", seen))
+@pytest.mark.parametrize(
+    "look", ["numbers and areas", "where the loss comes from", "GQA group", "missed places", "columns and distances"]
+)
+def test_every_panel_about_a_head_draws(lab: Lab, look: str) -> None:
+    view = View(SESSION, run_id=run_now(lab), look=look, layer=1, head=3)
+    ok(page("heads", view))
 
 
-def test_the_panels_show_the_engines_numbers(held: Lab) -> None:
-    run = held.run(run_now(held))
-    grid = held.grid(run.id, state.start_grid(run.facts))
+def test_the_panels_show_the_engines_numbers(lab: Lab) -> None:
+    run = lab.runs.open(run_now(lab))
+    grid = lab.measurements.grid(run.id, start_grid(run.facts))
     one = grid[1][3]
     test = ok(page("heads", View(SESSION, run_id=run.id, look="numbers and areas", layer=1, head=3)))
     rows = next(item.value for item in test.dataframe if list(item.value.columns) == ["number", "value"])
@@ -113,151 +120,154 @@ def test_the_panels_show_the_engines_numbers(held: Lab) -> None:
         ((0.001, 0.0, 0.0, 0.0), 0.001, 1.0, "a smaller budget may do"),
     ],
 )
-def test_the_remedy_fits_the_largest_step(held: Lab, steps, missed: float, sparse_ms: float, says: str) -> None:
-    run = held.run(run_now(held))
-    detail = held.detail(run, 0, 0, AShape(4, 16))
+def test_the_remedy_fits_the_largest_step(lab: Lab, steps, missed: float, sparse_ms: float, says: str) -> None:
+    run = lab.runs.open(run_now(lab))
+    detail = lab.measurements.detail(HeadCase(run, 0, 0, AShape(4, 16)))
     measured = replace(detail.measurement, missed_mass_mean=missed)
     detail = replace(detail, measurement=measured, index_ms=0.0, kernel_ms=sparse_ms, dense_ms=2.0)
     assert says in panels.remedy(steps, detail)
 
 
 @pytest.mark.parametrize("metric", ["missed_mass_worst", "end", "computed_density", "output_error"])
-def test_every_metric_draws(held: Lab, metric: str) -> None:
-    ok(page("heads", View(SESSION, run_id=run_now(held), metric=metric, logarithmic=False, crop=(100, 180))))
+def test_every_metric_draws(lab: Lab, metric: str) -> None:
+    ok(page("heads", View(SESSION, run_id=run_now(lab), metric=metric, logarithmic=False, crop=(100, 180))))
 
 
-def test_save_restore_diff_export_and_import(held: Lab, tmp_path: Path) -> None:
-    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
-    ok(page("tune", seen).segmented_control(key="kind").set_value("a-shape").run())
-    test = ok(page("configs", seen))
+def test_save_restore_diff_export_and_import(lab: Lab, tmp_path: Path) -> None:
+    view = View(SESSION, run_id=run_now(lab), layer=1, head=2)
+    ok(page("tune", view).segmented_control(key="kind").set_value("a-shape").run())
+    test = ok(page("configs", view))
     ok(test.button(key="save").click().run())
     assert "Give the version a name first" in shown(test)
     ok(test.text_input(key="save-name").set_value("calm *start*").run())
     ok(test.button(key="save").click().run())
     assert "Saved as version 1" in shown(test)
-    stored = held.store.config(seen.version)
-    assert stored.name == "calm *start*" and stored.run_id == seen.run_id
-    evidence = stored.heads[1][2][1]["evidence"]
-    run = held.run(seen.run_id)
-    chosen = state.draft_of(held, SESSION, run.facts).patterns[1][2]
+    stored = lab.store.config(view.version)
+    assert stored.name == "calm *start*" and stored.run_id == view.run_id
+    evidence = stored.config.heads[1][2].evidence
+    run = lab.runs.open(view.run_id)
+    chosen = lab.drafts.of(SESSION, run.facts).patterns[1][2]
     assert isinstance(chosen, AShape)
-    assert evidence["missed_mass_mean"] == held.known(seen.run_id, 1, 2, chosen).missed_mass_mean
-    assert state.draft_of(held, SESSION, run.facts).title == "v1 calm *start*"
+    assert evidence["missed_mass_mean"] == lab.measurements.known(view.run_id, 1, 2, chosen).missed_mass_mean
+    assert lab.drafts.of(SESSION, run.facts).title == "v1 calm *start*"
 
     ok(test.button(key="export").click().run())
-    wait(held)
+    wait(lab)
     ok(test.run())
     assert "Good" in shown(test)
-    made = seen.extra["export"][1]
+    made = view.export[1]
     assert made.good and made.heads == 18 and made.largest_difference <= 1e-5
     path = tmp_path / "out.json"
     path.write_text(made.text)
     loaded = HeadConfig.load(path)
     assert loaded.patterns(1)[2] == chosen and loaded.check(run.facts) == []
 
-    ok(page("tune", seen).segmented_control(key="kind").set_value("dense").run())
-    test = ok(page("configs", seen))
+    ok(page("tune", view).segmented_control(key="kind").set_value("dense").run())
+    test = ok(page("configs", view))
     ok(test.button(key="restore").click().run())
-    assert state.draft_of(held, SESSION, run.facts).patterns[1][2] == chosen
-    ok(page("tune", seen).button(key="undo").click().run())
-    assert state.draft_of(held, SESSION, run.facts).patterns[1][2] == Dense()
+    assert lab.drafts.of(SESSION, run.facts).patterns[1][2] == chosen
+    ok(page("tune", view).button(key="undo").click().run())
+    assert lab.drafts.of(SESSION, run.facts).patterns[1][2] == Dense()
 
     config = exports.read_import("out.json", path.read_bytes(), run.facts)
-    back = exports.save_imported(held, config, "back")
-    assert exports.grid_of(back) == exports.grid_of(stored)
-    job = held.worker.submit("other", "export", "x", lambda context: exports.round_trip(held, context, back, None))
+    back = lab.store.save_config("back", config, note="imported")
+    assert exports.grid_of(back.config) == exports.grid_of(stored.config)
+    job = lab.worker.submit("other", "export", "x", lambda context: exports.round_trip(lab, context, back, None))
     assert job.finished.wait(60) and "not from a run" in job.result.problems[0]
-    ok(page("configs", seen))
+    ok(page("configs", view))
 
 
-def test_heads_edited_and_not_looked_at_count_in_the_isolated_mean(held: Lab) -> None:
-    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
-    ok(page("tune", seen).segmented_control(key="kind").set_value("a-shape").run())
-    test = ok(page("tune", seen))
+def test_heads_edited_and_not_looked_at_count_in_the_isolated_mean(lab: Lab) -> None:
+    view = View(SESSION, run_id=run_now(lab), layer=1, head=2)
+    ok(page("tune", view).segmented_control(key="kind").set_value("a-shape").run())
+    test = ok(page("tune", view))
     ok(test.button(key="scope-its layer").click().run())
-    run = held.run(seen.run_id)
-    draft = state.draft_of(held, SESSION, run.facts)
-    assert sum(one is None for one in held.grid(run.id, draft.patterns)[1]) == 5
+    run = lab.runs.open(view.run_id)
+    draft = lab.drafts.of(SESSION, run.facts)
+    assert sum(one is None for one in lab.measurements.grid(run.id, draft.patterns)[1]) == 5
     ok(test.button(key="compare").click().run())
-    wait(held)
+    wait(lab)
     ok(test.run())
-    rows = held.grid(run.id, draft.patterns)
+    rows = lab.measurements.grid(run.id, draft.patterns)
     means = [sum(one.missed_mass_mean for one in row) / len(row) for row in rows]
-    assert seen.extra["comparison"].isolated == pytest.approx(means)
+    assert view.comparison.isolated == pytest.approx(means)
 
 
-def test_a_version_that_samples_otherwise_is_measured_and_kept_so(held: Lab) -> None:
-    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
-    run = held.run(seen.run_id)
+def test_a_version_that_samples_otherwise_is_measured_and_kept_so(lab: Lab) -> None:
+    view = View(SESSION, run_id=run_now(lab), layer=1, head=2)
+    run = lab.runs.open(view.run_id)
     other = Estimator(rows=2, where="half", overlap="removed")
     facts = run.facts.to_dict()
-    start = state.start_grid(run.facts)
+    start = start_grid(run.facts)
     imported = HeadConfig.uniform(facts, start[0][0], estimator=other)
-    version = exports.save_imported(held, imported, "half")
-    seen.version = version.id
-    test = ok(page("configs", seen))
+    version = lab.store.save_config("half", imported, note="imported")
+    view.version = version.id
+    test = ok(page("configs", view))
     assert "Sampling differs" in shown(test) and "2 rows (half)" in shown(test)
     ok(test.button(key="restore").click().run())
-    draft = state.draft_of(held, SESSION, run.facts)
+    draft = lab.drafts.of(SESSION, run.facts)
     assert draft.patterns == start and draft.estimator == other
-    shows = ok(page("heads", seen))
-    wait(held)
-    shows = ok(page("heads", seen))
-    q, k, v = held.capture(run).layer(1)
-    expected = measure_heads(q, k, v, start[1], layer=1, scale=held.capture(run).scales[1], estimator=other)
-    mine = held.known(run.id, 1, 2, start[1][2], other)
+    shows = ok(page("heads", view))
+    wait(lab)
+    shows = ok(page("heads", view))
+    expected = measure_patterns(lab.captures.of(run).layer(1), start[1], layer=1, estimator=other)
+    mine = lab.measurements.known(run.id, 1, 2, start[1][2], other)
     assert mine.missed_mass_mean == pytest.approx(expected.heads[2].missed_mass_mean, abs=1e-6)
-    assert mine.missed_mass_mean != held.known(run.id, 1, 2, start[1][2]).missed_mass_mean
+    assert mine.missed_mass_mean != lab.measurements.known(run.id, 1, 2, start[1][2]).missed_mass_mean
     metrics = {item.label: item.value for item in shows.metric}
     assert metrics["misses, mean"] == words.percent(mine.missed_mass_mean) and "2 rows (half)" in shown(shows)
-    stored, draft = exports.save_draft(held, draft, run, "kept", "")
-    assert stored.provenance["stands_on"] == "v1 half" and stored.provenance["parent"] == version.id
-    assert stored.estimator == other.to_dict() and draft.estimator == other
-    assert stored.heads[1][2][1]["evidence"]["missed_mass_mean"] == mine.missed_mass_mean
-    job = held.worker.submit("other", "export", "x", lambda context: exports.round_trip(held, context, stored, run))
+    stored, draft = exports.save_draft(lab, draft, run, "kept", "")
+    assert stored.config.provenance["stands_on"] == "v1 half" and stored.config.provenance["parent"] == version.id
+    assert stored.config.estimator == other and draft.estimator == other
+    assert stored.config.heads[1][2].evidence["missed_mass_mean"] == mine.missed_mass_mean
+    job = lab.worker.submit("other", "export", "x", lambda context: exports.round_trip(lab, context, stored, run))
     assert job.finished.wait(60) and job.result.good, job.result
     assert draft.undone().undone().estimator == Estimator()
-    assert Draft.from_dict(draft.id, draft.sequence, draft.to_dict()) == draft
-    held._runs.clear()
-    held._known.clear()
-    assert held.run(run.id) is not None and held.known(run.id, 1, 2, start[1][2], other) == mine
+    assert _stored_and_read(draft) == draft
+    lab.runs._runs.clear()
+    lab.measurements._known.clear()
+    assert lab.runs.open(run.id) is not None and lab.measurements.known(run.id, 1, 2, start[1][2], other) == mine
 
 
-def test_an_export_whose_numbers_are_not_those_of_its_run_is_refused(held: Lab) -> None:
-    seen = View(SESSION, run_id=run_now(held))
-    run = held.run(seen.run_id)
-    stored, _ = exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, "honest", "")
-    _, notes = stored.heads[0][0]
-    notes["evidence"]["missed_mass_mean"] += 0.01
-    job = held.worker.submit("other", "export", "x", lambda context: exports.round_trip(held, context, stored, run))
+def _stored_and_read(draft: Draft) -> Draft:
+    edits = [json.loads(json.dumps(edit.to_dict())) for edit in draft.edits]
+    return Draft.from_dict(draft.id, draft.sequence, json.loads(json.dumps(draft.start_dict())), edits)
+
+
+def test_an_export_whose_numbers_are_not_those_of_its_run_is_refused(lab: Lab) -> None:
+    view = View(SESSION, run_id=run_now(lab))
+    run = lab.runs.open(view.run_id)
+    stored, _ = exports.save_draft(lab, lab.drafts.of(SESSION, run.facts), run, "honest", "")
+    stored.config.heads[0][0].evidence["missed_mass_mean"] += 0.01
+    job = lab.worker.submit("other", "export", "x", lambda context: exports.round_trip(lab, context, stored, run))
     assert job.finished.wait(60)
     assert not job.result.good and "L0 H0" in job.result.problems[0]
 
 
 def test_a_restart_finds_run_capture_draft_and_version(
-    held: Lab, tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = View(SESSION, run_id=run_now(held), layer=1, head=2)
-    ok(page("tune", seen).segmented_control(key="kind").set_value("a-shape").run())
-    run = held.run(seen.run_id)
-    stored, _ = exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, "kept", "")
-    chosen = state.draft_of(held, SESSION, run.facts).patterns[1][2]
-    before = held.known(seen.run_id, 1, 2, chosen)
-    held.close()
+    view = View(SESSION, run_id=run_now(lab), layer=1, head=2)
+    ok(page("tune", view).segmented_control(key="kind").set_value("a-shape").run())
+    run = lab.runs.open(view.run_id)
+    stored, _ = exports.save_draft(lab, lab.drafts.of(SESSION, run.facts), run, "kept", "")
+    chosen = lab.drafts.of(SESSION, run.facts).patterns[1][2]
+    before = lab.measurements.known(view.run_id, 1, 2, chosen)
+    lab.close()
     again = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
-    test = ok(page("heads", None, s=SESSION, run=seen.run_id, layer="1", head="2"))
+    test = ok(page("heads", None, s=SESSION, run=view.run_id, layer="1", head="2"))
     assert "Layer 1 · Head 2" in shown(test) and words.label(chosen) in shown(test)
-    assert again.known(seen.run_id, 1, 2, chosen) == before
+    assert again.measurements.known(view.run_id, 1, 2, chosen) == before
     assert again.store.config(stored.id) == stored
-    assert "kept" in shown(ok(page("configs", None, s=SESSION, run=seen.run_id)))
+    assert "kept" in shown(ok(page("configs", None, s=SESSION, run=view.run_id)))
     again.close()
 
 
 def test_a_lost_capture_is_said_and_the_numbers_stay(
-    held: Lab, tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tiny_llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id = run_now(held)
-    held.close()
+    run_id = run_now(lab)
+    lab.close()
     for item in (tmp_path / "captures" / run_id).iterdir():
         item.unlink()
     again = make_lab(toy(tiny_llama), tmp_path, monkeypatch)
@@ -281,15 +291,15 @@ def test_a_lost_capture_is_said_and_the_numbers_stay(
         {"layer": "9999", "head": "9999", "model": "gemma3-270m"},
     ],
 )
-def test_links_are_checked(held: Lab, query: dict[str, str]) -> None:
+def test_links_are_checked(lab: Lab, query: dict[str, str]) -> None:
     test = ok(page("heads", None, **query))
-    seen = test.session_state["view"]
-    assert seen.model in ("smollm2", "gemma3-270m") and seen.metric == "missed_mass_mean" and seen.run_id == ""
-    assert len(seen.session) == 10
+    view = test.session_state["view"]
+    assert view.model in ("smollm2", "gemma3-270m") and view.metric == "missed_mass_mean" and view.run_id == ""
+    assert len(view.session) == 10
 
 
-def test_a_link_to_a_head_beyond_the_model_lands_inside_it(held: Lab) -> None:
-    run_id = run_now(held)
+def test_a_link_to_a_head_beyond_the_model_lands_inside_it(lab: Lab) -> None:
+    run_id = run_now(lab)
     test = ok(page("heads", None, s=SESSION, run=run_id, layer="9999", head="9999"))
     assert "Layer 2 · Head 5" in shown(test)
 
@@ -304,10 +314,10 @@ def test_a_link_to_a_head_beyond_the_model_lands_inside_it(held: Lab) -> None:
         ("zero \0 byte " * 30, "zero"),
     ],
 )
-def test_prompts_that_cannot_run_say_why(held: Lab, text: str, words_expected: str) -> None:
-    held.load("smollm2")
-    seen = View(SESSION, source="paste", pasted=text)
-    test = ok(page("heads", seen))
+def test_prompts_that_cannot_run_say_why(lab: Lab, text: str, words_expected: str) -> None:
+    lab.models.load("smollm2")
+    view = View(SESSION, source="paste", pasted=text)
+    test = ok(page("heads", view))
     assert test.button(key="run").disabled
     if text:
         assert words_expected in shown(test)
@@ -328,10 +338,10 @@ def test_uploads_that_cannot_run_say_why() -> None:
 
 
 def test_a_prompt_full_of_markup_is_shown_as_it_is_and_logged_nowhere(
-    held: Lab, caplog: pytest.LogCaptureFixture
+    lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        run_id = run_now(held, prompts.pasted(NASTY))
+        run_id = run_now(lab, prompts.pasted(NASTY))
         for look in ("missed places", "numbers and areas"):
             test = ok(page("heads", View(SESSION, run_id=run_id, look=look)))
         ok(page("tune", View(SESSION, run_id=run_id)))
@@ -345,31 +355,31 @@ def test_a_prompt_full_of_markup_is_shown_as_it_is_and_logged_nowhere(
     assert not any("alert(1)" in text or "[link]" in text for text in rendered)
 
 
-def test_a_hostile_version_name_is_plain_text(held: Lab) -> None:
-    seen = View(SESSION, run_id=run_now(held))
-    run = held.run(seen.run_id)
-    exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, NASTY[:100], NASTY[:100])
+def test_a_hostile_version_name_is_plain_text(lab: Lab) -> None:
+    view = View(SESSION, run_id=run_now(lab))
+    run = lab.runs.open(view.run_id)
+    exports.save_draft(lab, lab.drafts.of(SESSION, run.facts), run, NASTY[:100], NASTY[:100])
     for name in ("configs", "tune", "heads"):
-        test = ok(page(name, seen))
+        test = ok(page(name, view))
         assert not any("<script>" in str(item.value) for kind in ("markdown", "caption") for item in test.get(kind))
 
 
-def test_cancel_mid_run_keeps_nothing(held: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_mid_run_keeps_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     reached, go_on = threading.Event(), threading.Event()
-    kept = held.shelf.put
+    kept = lab.captures.shelf.put
 
     def slow(*args: object) -> bool:
         reached.set()
         go_on.wait(20)
         return kept(*args)
 
-    monkeypatch.setattr(type(held.shelf), "put", lambda self, *args: slow(*args))
-    seen = View(SESSION)
-    test = ok(page("heads", seen))
+    monkeypatch.setattr(type(lab.captures.shelf), "put", lambda self, *args: slow(*args))
+    view = View(SESSION)
+    test = ok(page("heads", view))
     ok(test.button(key="run").click().run())
-    job = held.worker.latest(SESSION)
+    job = lab.worker.latest(SESSION)
     assert reached.wait(60)
     ok(test.run())
     reload = ok(page("heads", None, s=SESSION))
@@ -377,19 +387,19 @@ def test_cancel_mid_run_keeps_nothing(held: Lab, monkeypatch: pytest.MonkeyPatch
     ok(reload.button(key=f"cancel-{job.id}").click().run())
     assert job.stop.is_set()
     go_on.set()
-    wait(held)
+    wait(lab)
     assert job.state == "cancelled"
-    assert held.store.runs() == []
+    assert lab.store.runs() == []
     assert "nothing of it was kept" in shown(ok(test.run()))
 
 
-def test_two_tabs_share_draft_and_model_and_lose_no_edit(held: Lab) -> None:
-    run_id = run_now(held)
+def test_two_tabs_share_draft_and_model_and_lose_no_edit(lab: Lab) -> None:
+    run_id = run_now(lab)
     one = ok(page("tune", View(SESSION, run_id=run_id, layer=0, head=0)))
     two = ok(page("tune", View(SESSION, run_id=run_id, layer=1, head=1)))
     ok(one.segmented_control(key="kind").set_value("dense").run())
     ok(two.segmented_control(key="kind").set_value("block-sparse").run())
-    patterns = state.draft_of(held, SESSION, held.run(run_id).facts).patterns
+    patterns = lab.drafts.of(SESSION, lab.runs.open(run_id).facts).patterns
     assert patterns[0][0] == Dense() and isinstance(patterns[1][1], BlockSparse)
 
 
@@ -398,60 +408,59 @@ def test_a_database_that_cannot_be_opened_is_said_and_nothing_is_lost(
 ) -> None:
     path = tmp_path / "studio.duckdb"
     path.write_bytes(b"this is no database" * 100)
-    held = make_lab(toy(tiny_llama), tmp_path, monkeypatch, path)
-    seen = View(SESSION, run_id=run_now(held), layer=0, head=1)
-    test = ok(page("tune", seen))
+    lab = make_lab(toy(tiny_llama), tmp_path, monkeypatch, path)
+    view = View(SESSION, run_id=run_now(lab), layer=0, head=1)
+    test = ok(page("tune", view))
     assert "studio.duckdb is damaged" in shown(test).replace("\\", "")
     ok(test.segmented_control(key="kind").set_value("dense").run())
     path.rename(tmp_path / "moved-away")
     ok(test.button(key="reopen").click().run())
-    assert held.problem == "" and "damaged" not in shown(ok(test.run()))
-    run = held.run(seen.run_id)
-    stored, _ = exports.save_draft(held, state.draft_of(held, SESSION, run.facts), run, "rescued", "")
-    held.close()
+    assert lab.problem == "" and "damaged" not in shown(ok(test.run()))
+    run = lab.runs.open(view.run_id)
+    stored, _ = exports.save_draft(lab, lab.drafts.of(SESSION, run.facts), run, "rescued", "")
+    lab.close()
     from headscope.studio.store.store import Store
 
     store = Store(path)
-    assert exports.grid_of(store.config(stored.id))[0][1] == Dense()
-    assert store.run(seen.run_id) is not None and len(store.measurements(seen.run_id)) >= 18
+    assert exports.grid_of(store.config(stored.id).config)[0][1] == Dense()
+    assert store.run(view.run_id) is not None and len(store.measurements(view.run_id)) >= 18
     store.close()
 
 
-def test_a_save_that_fails_says_so_and_the_draft_stays(held: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_says_so_and_the_draft_stays(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     from headscope.studio.base.errors import StoreError
 
-    seen = View(SESSION, run_id=run_now(held), layer=0, head=1)
-    ok(page("tune", seen).segmented_control(key="kind").set_value("dense").run())
+    view = View(SESSION, run_id=run_now(lab), layer=0, head=1)
+    ok(page("tune", view).segmented_control(key="kind").set_value("dense").run())
 
     def full(*_: object, **__: object) -> None:
         raise StoreError("The disk is full, so nothing was saved: free some space and save again, the draft is kept.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held.store, "save_config", full)
-        test = ok(page("configs", seen))
+        patch.setattr(lab.store, "save_config", full)
+        test = ok(page("configs", view))
         ok(test.text_input(key="save-name").set_value("x").run())
         ok(test.button(key="save").click().run())
         assert "disk is full" in shown(test) and "untouched" in shown(test)
-    assert state.draft_of(held, SESSION, held.run(seen.run_id).facts).patterns[0][1] == Dense()
+    assert lab.drafts.of(SESSION, lab.runs.open(view.run_id).facts).patterns[0][1] == Dense()
     ok(test.button(key="save").click().run())
     assert "Saved as version 1" in shown(test)
 
 
-def test_an_edit_of_one_head_at_2048_tokens_takes_less_than_a_second(held: Lab) -> None:
+def test_an_edit_of_one_head_at_2048_tokens_takes_less_than_a_second(lab: Lab) -> None:
     """One head of 64 channels; the best of four edits, since the machine may be busy. Its figures stay under 2 MB."""
-    run = held.run(run_now(held))
+    run = lab.runs.open(run_now(lab))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 2048, 64) for heads in (6, 2, 2))
-    held.capture(run)._held[1] = (q * 2, k, v)
-    held.capture(run).scales[1] = 0.125
+    lab.captures.of(run)._in_memory[1] = LayerInputs(q * 2, k, v, 0.125)
     seconds = []
-    held.detail(run, 1, 4, Dense())  # the dense pass is made on the first look at a head
+    lab.measurements.detail(HeadCase(run, 1, 4, Dense()))  # the dense pass is made on the first look at a head
     for pattern in (AShape(4, 256), BlockSparse(8), VerticalSlash(64, windows=4), VerticalSlash(64, 96, 4, 16)):
         began = time.perf_counter()
-        found = held.detail(run, 1, 4, pattern)
+        found = lab.measurements.detail(HeadCase(run, 1, 4, pattern))
         seconds.append(time.perf_counter() - began)
         assert found.missed.shape == (2048,) and found.maps.dense.shape == (128, 128)
-        drawn = charts.pooled_map(
+        drawn = pooled_map(
             found.maps.dense, found.maps.row_edges, found.maps.column_edges, "x", LIGHT, computed=found.maps.computed
         )
         assert charts.figure_bytes(drawn) < 2 * 2**20
@@ -459,12 +468,12 @@ def test_an_edit_of_one_head_at_2048_tokens_takes_less_than_a_second(held: Lab) 
 
 
 @pytest.mark.parametrize("name", ["tune", "configs"])
-def test_pages_without_a_run_say_what_to_do(held: Lab, name: str) -> None:
+def test_pages_without_a_run_say_what_to_do(lab: Lab, name: str) -> None:
     assert "Heads page" in shown(ok(page(name)))
 
 
-def test_an_import_for_another_model_lists_all_reasons(held: Lab) -> None:
-    run = held.run(run_now(held))
+def test_an_import_for_another_model_lists_all_reasons(lab: Lab) -> None:
+    run = lab.runs.open(run_now(lab))
     config = HeadConfig.uniform(
         {**run.facts.to_dict(), "layers": 4, "layer_types": ["full_attention"] * 4, "fingerprint": "0" * 64}, Dense()
     )
@@ -475,27 +484,27 @@ def test_an_import_for_another_model_lists_all_reasons(held: Lab) -> None:
 
 
 @pytest.mark.parametrize("name", ["heads", "configs"])
-def test_a_link_to_a_run_that_is_not_here_says_so_until_a_run_is_open(held: Lab, name: str) -> None:
+def test_a_link_to_a_run_that_is_not_here_says_so_until_a_run_is_open(lab: Lab, name: str) -> None:
     test = ok(page(name, None, run="a" * 12, prompt="prose", layer="1", head="2"))
     says = "The run aaaaaaaaaaaa is not kept here"
     assert says in shown(test)
     assert "run" not in test.query_params
     assert says in shown(ok(test.run()))  # as when the model has been loaded meanwhile
-    run_id = run_now(held)
+    run_id = run_now(lab)
     assert says in shown(ok(test.run())) and test.session_state["view"].run_id == ""
     test.session_state["view"].run_id = run_id
     assert says not in shown(ok(test.run())) and says not in shown(ok(test.run()))
 
 
-def test_a_run_whose_model_changed_says_so_at_once(held: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_id = run_now(held)
-    loaded = held.load("smollm2")
-    held._runs.clear()
-    monkeypatch.setattr(held, "load", lambda *_: replace(loaded, fingerprint="0" * 64))
+def test_a_run_whose_model_changed_says_so_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = run_now(lab)
+    loaded = lab.models.load("smollm2")
+    lab.runs._runs.clear()
+    monkeypatch.setattr(lab.models, "load", lambda *_: replace(loaded, fingerprint="0" * 64))
     assert "has other weights now" in shown(ok(page("heads", View(SESSION, run_id=run_id))))
 
 
-def test_without_a_run_the_configs_page_names_the_versions_by_no_place(held: Lab) -> None:
+def test_without_a_run_the_configs_page_names_the_versions_by_no_place(lab: Lab) -> None:
     text = shown(ok(page("configs")))
     assert "choose one of the saved versions" in text and "below" not in text
 
@@ -518,7 +527,7 @@ def test_a_message_starts_with_a_capital_unless_it_starts_with_a_name(text: str,
     assert words.plain_markdown(text, name).replace("\\", "") == said
 
 
-def test_an_import_is_called_as_the_file_is(held: Lab) -> None:
+def test_an_import_is_called_as_the_file_is(lab: Lab) -> None:
     test = page("configs")
     for name in ("m_neg.json", "notes"):
         ok(test.file_uploader(key="import").set_value((name, b"{", "application/json")).run())

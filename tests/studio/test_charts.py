@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.loss import measure
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fraction, VerticalSlash
 from headscope.kernels.cells import reference
 from headscope.studio.base import words
 from headscope.studio.charts import charts
+from headscope.studio.charts.maps import pooled_map
+from headscope.studio.charts.overview import overview
+from headscope.studio.charts.profile import profile_chart
 from headscope.studio.charts.theme import DARK, GLYPHS, LIGHT, MARKS, theme
 from headscope.studio.work import editor
 from headscope.studio.work.maps import causal_pairs, edges, head_maps
+from headscope.studio.work.profiles import MOST_SPANS, Profile
 
 LIMIT = 2 * 2**20
 
@@ -43,9 +48,9 @@ def test_the_mass_scale_reads_without_hue_and_text_has_contrast(palette) -> None
 
 
 def test_patterns_differ_in_shape_and_colour_in_both_themes() -> None:
-    assert len(set(MARKS.values())) == len(set(GLYPHS.values())) == 5
+    assert len(set(MARKS.values())) == len(set(GLYPHS.values())) == len(MARKS)
     for palette in (LIGHT, DARK):
-        assert len(set(palette.patterns.values())) == 5
+        assert len(set(palette.patterns.values())) == len(MARKS)
     assert theme("dark") is DARK and theme("light") is LIGHT and theme(None) is LIGHT
 
 
@@ -57,22 +62,29 @@ def test_no_colour_is_one_that_streamlit_replaces() -> None:
         assert not used & replaced
 
 
+def profile(length: int) -> Profile:
+    limits = edges(0, length, min(length, MOST_SPANS))
+    share = np.full(len(limits) - 1, 1 / (len(limits) - 1))
+    return Profile(limits, share, np.ones_like(share), share)
+
+
 def figures(layers: int, heads: int, cells: int, rows: int) -> dict[str, object]:
     rng = np.random.default_rng(0)
     values = rng.random((layers, heads))
     values[0, 0] = np.nan
-    kinds = [[list(MARKS)[(layer + head) % 5] for head in range(heads)] for layer in range(layers)]
+    kinds = [[list(MARKS)[(layer + head) % len(MARKS)] for head in range(heads)] for layer in range(layers)]
     spans = edges(0, rows, cells)
     grid = np.where(np.tri(cells, dtype=bool), rng.random((cells, cells)), np.nan).astype(np.float32)
     points = [(kind, f"{kind} {cost}", cost, cost * 10, 1 - cost) for kind in MARKS for cost in (0.1, 0.5, 0.9)]
     return {
-        "overview": charts.overview(values, kinds, kinds, (1, 1), {(1, 0)}, "missed mass, mean", LIGHT),
-        "dense": charts.pooled_map(grid, spans, spans, "Dense", LIGHT),
-        "computed": charts.pooled_map(grid, spans, spans, "Computed", DARK, computed=grid),
-        "missed": charts.pooled_map(grid, spans, spans, "Missed", LIGHT, logarithmic=False, marked=[(3, 2)]),
+        "overview": overview(values, kinds, kinds, (1, 1), {(1, 0)}, "missed mass, mean", LIGHT),
+        "dense": pooled_map(grid, spans, spans, "Dense", LIGHT),
+        "computed": pooled_map(grid, spans, spans, "Computed", DARK, computed=grid),
+        "missed": pooled_map(grid, spans, spans, "Missed", LIGHT, logarithmic=False, marked=[(3, 2)]),
         "along": charts.missed_along(
             rng.random(rows), edges(0, rows, 160), LIGHT, hover=["x" * 80] * 160, before=rng.random(rows)
         ),
+        "profile": profile_chart(profile(rows), "By column", "key position (token)", LIGHT, logarithmic=True),
         "areas": charts.areas((10**12, 5, 0, 7), LIGHT),
         "trade-off": charts.trade_off(points, points[0][1], False, LIGHT),
         "by layer": charts.by_layer(list(range(layers)), [0.1] * layers, [0.2] * layers, LIGHT),
@@ -93,7 +105,7 @@ def test_every_figure_is_small_titled_and_has_axis_names(size: tuple[int, int, i
 def test_the_overview_takes_clicks_through_invisible_squares_in_row_major_order() -> None:
     values = np.arange(12, dtype=float).reshape(4, 3) / 12
     labels = [["p"] * 3 for _ in range(4)]
-    figure = charts.overview(values, labels, [["dense"] * 3] * 4, (3, 2), (), "missed mass, mean", LIGHT)
+    figure = overview(values, labels, [["dense"] * 3] * 4, (3, 2), (), "missed mass, mean", LIGHT)
     heat = figure.data[0]
     cells = next(trace for trace in figure.data if trace.name == "cells")
     assert heat.hoverinfo == "skip" and cells.marker.opacity == 0
@@ -106,13 +118,13 @@ def test_the_overview_takes_clicks_through_invisible_squares_in_row_major_order(
 def test_beyond_4096_heads_the_click_layer_is_left_out() -> None:
     values = np.zeros((80, 64))
     grid = [["dense"] * 64] * 80
-    assert all(t.name != "cells" for t in charts.overview(values, grid, grid, None, (), "m", LIGHT).data)
+    assert all(t.name != "cells" for t in overview(values, grid, grid, None, (), "m", LIGHT).data)
 
 
 def test_all_maps_share_one_scale_whatever_their_values() -> None:
     spans = edges(0, 64, 8)
-    small = charts.pooled_map(np.full((8, 8), 1e-3), spans, spans, "a", LIGHT)
-    large = charts.pooled_map(np.full((8, 8), 0.9), spans, spans, "b", LIGHT)
+    small = pooled_map(np.full((8, 8), 1e-3), spans, spans, "a", LIGHT)
+    large = pooled_map(np.full((8, 8), 0.9), spans, spans, "b", LIGHT)
     assert (small.data[0].zmin, small.data[0].zmax) == (large.data[0].zmin, large.data[0].zmax) == (-4.0, 0.0)
     assert np.allclose(np.asarray(small.data[0].customdata)[..., 0], 1e-3), "hover shows the share, not its logarithm"
 
@@ -131,9 +143,10 @@ def test_maps_equal_the_float64_reference(pattern, crop) -> None:
     torch.manual_seed(3)
     length = 203
     q, k, v = (torch.randn(1, 1, length, 16) * 2 for _ in range(3))
-    dense = measure.dense_pass(q, k, v)
-    result = measure.measure_heads(q, k, v, [pattern], dense=dense)
-    found = head_maps(q, k, dense.lse, result.index, result.missed[0, 0], rows=crop, cells=10)
+    inputs = LayerInputs(q, k, v)
+    dense = measure.dense_pass(inputs)
+    result = measure.measure_patterns(inputs, [pattern], dense=dense)
+    found = head_maps(inputs, dense.lse, result.index, result.missed[0, 0], rows=crop, cells=10)
     causal = torch.ones(length, length).tril().bool()
     truth = reference.probabilities(q, k, causal[None, None], 16**-0.5)[0, 0].numpy()
     inside = result.index.computed_mask()[0, 0].numpy()
@@ -208,4 +221,5 @@ def test_the_editor_builds_what_it_shows() -> None:
     share = editor.as_share(64, 1000, True)
     assert isinstance(share, Fraction) and editor.as_share(share, 1000, False) == 64
     swept = editor.sweep(AShape(4, 64), 1000)
-    assert swept[0] == AShape(4, 64) and len(set(swept)) == len(swept) and len({one.kind for one in swept}) == 3
+    assert swept[0] == AShape(4, 64) and len(set(swept)) == len(swept)
+    assert {one.kind for one in swept} == set(editor.KINDS[1:])

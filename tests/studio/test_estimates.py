@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headscope.engine.model.load import LoadedModel
-from headscope.studio.store.store import RunRow, now
+from headscope.studio.store.rows import RunRow, now
 from headscope.studio.work import estimates
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headscope.engine.base.errors import PromptError
+from headscope.engine.base.errors import HeadscopeError, PromptError
 from headscope.studio.base.errors import Busy
+from headscope.studio.work import jobs
 from headscope.studio.work.jobs import Context, Worker, sentence
 
 
@@ -46,8 +47,8 @@ def test_all_work_runs_on_the_one_thread_in_order(worker: Worker) -> None:
     def work(context: Context) -> None:
         names.append((threading.current_thread().name, "job"))
 
-    jobs = [worker.submit(f"session {index}", "run", "Run", work) for index in range(5)]
-    assert all(job.finished.wait(5) for job in jobs)
+    submitted = [worker.submit(f"session {index}", "run", "Run", work) for index in range(5)]
+    assert all(job.finished.wait(5) for job in submitted)
     assert worker.quick(lambda: threading.current_thread().name) == "headscope-device"
     assert names == [("headscope-device", "job")] * 5
 
@@ -134,6 +135,78 @@ def test_a_failure_is_one_sentence_without_the_prompt(worker: Worker, caplog: py
     assert worker.submit("a", "run", "Run", lambda context: 1).finished.wait(5), "the worker survives a failure"
 
 
+class Panic(BaseException):
+    """As a library written in Rust raises it: no Exception."""
+
+
+def test_a_panic_ends_the_job_or_the_call_and_the_worker_goes_on(worker: Worker) -> None:
+    def panic(*_: object) -> None:
+        raise Panic("called `Option::unwrap()` on a `None` value")
+
+    job = worker.submit("a", "run", "Run", panic)
+    assert job.finished.wait(5)
+    assert job.state == "failed" and "Panic" in job.error and "unwrap" not in job.error
+    with pytest.raises(HeadscopeError, match="Panic"):
+        worker.quick(panic, timeout=5)
+    assert worker.submit("b", "run", "Run", lambda context: 1).finished.wait(5)
+    assert worker.quick(lambda: 42, timeout=5) == 42
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_if_the_thread_ends_its_job_fails_with_a_sentence_and_another_takes_over(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fatal(error: BaseException) -> str:
+        raise Panic("while the sentence was being made")
+
+    def fail(context: Context) -> None:
+        raise KeyError("x")
+
+    started, release = threading.Event(), threading.Event()
+
+    def first(context: Context) -> None:
+        started.set()
+        release.wait(5)
+        fail(context)
+
+    job = worker.submit("a", "run", "Run", first)
+    assert started.wait(5)
+    waiting = worker.submit("b", "run", "Run", lambda context: 7)
+    ended = worker._thread
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "sentence", fatal)
+        release.set()
+        assert job.finished.wait(5)
+    assert job.state == "failed" and "thread ended" in job.error
+    assert waiting.finished.wait(5) and waiting.result == 7
+    assert worker._thread is not ended and worker.quick(lambda: 42, timeout=5) == 42
+    ended.join(5)
+    assert not ended.is_alive()
+
+
+def test_the_clock_of_a_job_leaves_out_the_short_calls_of_others(worker: Worker) -> None:
+    started, queued, times = threading.Event(), threading.Event(), dict[str, float]()
+
+    def work(context: Context) -> None:
+        began, own = time.perf_counter(), context.clock()
+        started.set()
+        assert queued.wait(5)
+        time.sleep(0.02)
+        context.step(1, 2, "layer 1")
+        times["all"], times["own"] = time.perf_counter() - began, context.clock() - own
+
+    job = worker.submit("a", "run", "Run", work)
+    assert started.wait(5)
+    thread = threading.Thread(target=lambda: worker.quick(lambda: time.sleep(0.3)))
+    thread.start()
+    while worker._quick.empty():
+        time.sleep(0.001)
+    queued.set()
+    assert job.finished.wait(5), job.error
+    thread.join()
+    assert times["all"] >= 0.3 > times["own"] + 0.05
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -148,15 +221,15 @@ def test_known_failures_have_their_sentence(error: Exception, words: str) -> Non
 
 
 def test_many_sessions_submit_at_once(worker: Worker) -> None:
-    jobs = []
+    submitted = []
 
     def submit(name: str) -> None:
-        jobs.append(worker.submit(name, "run", "Run", lambda context: name))
+        submitted.append(worker.submit(name, "run", "Run", lambda context: name))
 
     threads = [threading.Thread(target=submit, args=(f"s{index}",)) for index in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(job.finished.wait(5) for job in jobs)
-    assert sorted(job.result for job in jobs) == sorted(f"s{index}" for index in range(16))
+    assert all(job.finished.wait(5) for job in submitted)
+    assert sorted(job.result for job in submitted) == sorted(f"s{index}" for index in range(16))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ import torch
 
 from headscope.engine import Estimator, build_index
 from headscope.engine.patterns.families import AShape, BlockSparse, VerticalSlash
-from headscope.studio.lessons import (
+from headscope.studio.lessons import maths
+from headscope.studio.lessons.maths import (
     a_shape,
     blocks,
     dense,
@@ -308,3 +312,12 @@ def test_measured_again_the_heads_are_as_in_the_file(smollm2: object) -> None:
             assert trial.pattern == told.pattern
             assert trial.missed == pytest.approx(told.missed, abs=0.01)
         assert one.maps["a-shape"].dense.shape == (real_heads.CELLS, real_heads.CELLS)
+
+
+def test_what_computes_neither_draws_nor_shows() -> None:
+    """The lessons' numbers can be had without Streamlit and plotly."""
+    names = sorted(path.stem for path in Path(maths.__file__).parent.glob("*.py") if path.stem != "__init__")
+    code = f"import sys, importlib\nfor name in {names!r}: importlib.import_module(f'{maths.__name__}.{{name}}')\n"
+    code += "print(sorted({'streamlit', 'plotly'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,83 @@
+"""Captures on disk: room is found before anything goes, what is open stays, and the latest used stays longest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headscope.engine.base.errors import CaptureError
+from headscope.engine.runs.capture import Capture
+from headscope.studio.work import shelf as shelf_module
+from headscope.studio.work.shelf import Shelf, default_budget
+
+TOKENS = 64
+
+
+def capture(seed: int = 0) -> Capture:
+    torch.manual_seed(seed)
+    made = Capture(torch.arange(TOKENS)[None], None, "toy", "f" * 64)
+    parts = tuple(torch.randn(1, heads, TOKENS, 16) for heads in (4, 2, 2))
+    made._put(0, parts, 0.25, {"host": 2**30})
+    return made
+
+
+SIZE = 8 * TOKENS * 16 * 4
+
+
+def filled(folder: Path, budget: int, names: str = "abc") -> Shelf:
+    shelf = Shelf(folder, 2**30)
+    for age, name in enumerate(names):
+        assert shelf.put(name, capture(age), SIZE)
+        os.utime(shelf.path(name), (1000 + age, 1000 + age))
+    return Shelf(folder, budget)
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shelf_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+
+
+def test_a_full_disk_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = filled(tmp_path, budget=int(3.5 * SIZE) + 3000)
+    disk(monkeypatch, 0)
+    assert not shelf.put("d", capture(9), 20 * SIZE), "larger than the budget"
+    assert not Shelf(tmp_path, 2**30).put("d", capture(9), 20 * SIZE), "larger than the disk with everything gone"
+    assert all(shelf.has(name) for name in "abc")
+
+
+def test_a_save_that_fails_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = filled(tmp_path, budget=int(3.5 * SIZE) + 3000)
+
+    def fail(*_: object) -> None:
+        raise CaptureError("could not write")
+
+    new = capture(9)
+    monkeypatch.setattr(new, "save", fail)
+    assert not shelf.put("d", new, SIZE)
+    assert all(shelf.has(name) for name in "abc") and not shelf.has("d")
+
+
+def test_the_one_not_used_for_longest_goes_and_never_one_in_use(tmp_path: Path) -> None:
+    shelf = filled(tmp_path, budget=int(3.5 * SIZE) + 3000)
+    shelf.touch("a")
+    assert shelf.put("d", capture(9), SIZE, in_use=("b",))
+    assert [shelf.has(name) for name in "abcd"] == [True, True, False, True]
+    assert shelf.load("b").layer(0)[0].shape == (1, 4, TOKENS, 16)
+    assert not shelf.put("e", capture(9), 3 * SIZE, in_use=("a", "b", "d"))
+    assert [shelf.has(name) for name in "abde"] == [True, True, True, False]
+
+
+def test_a_disk_that_is_short_gets_room_from_what_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = filled(tmp_path, budget=2**30)
+    disk(monkeypatch, SIZE // 2)
+    assert shelf.put("d", capture(9), SIZE)
+    assert [shelf.has(name) for name in "abcd"] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(("said", "gib"), [("2", 2.0), ("inf", 4.0), ("nan", 4.0), ("-1", 0.0), ("much", 4.0)])
+def test_the_budget_of_the_environment(said: str, gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSCOPE_CAPTURE_GIB", said)
+    assert default_budget() == int(gib * 2**30)
