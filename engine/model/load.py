@@ -206,11 +206,12 @@ def _check_gguf(path: Path, model: Any) -> None:
     from gguf import GGUFReader
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    architecture = str(GGUFReader(str(path)).fields["general.architecture"].contents())
+    reader = GGUFReader(str(path))
+    architecture = str(reader.fields["general.architecture"].contents())
     processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config=model.config.to_dict())
     tensors = reading.get_gguf_hf_weights_map(model, processor)
     settings = weights.settings_that_were_read(reading.GGUF_TO_TRANSFORMERS_MAPPING, architecture)
-    weights.check_gguf(path, settings, model.config, tensors)
+    weights.check_gguf(path, reader, settings, model.config, tensors)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

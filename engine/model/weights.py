@@ -28,6 +28,9 @@ _CHANGE_NUMBERS = (
 )
 """Parts of the names of GGUF settings that change what a model computes."""
 
+_READ_APART = {"gpt-oss": "rope.scaling."}
+"""Settings that transformers reads outside its table."""
+
 _SAME = {"rope.scaling.type": ("none",), "rope.scaling.factor": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,)}
 """Values of such settings that change nothing."""
 
@@ -92,20 +95,21 @@ def check_gguf_header(path: Path) -> None:
         raise UnusableModel(f"{str(path)!r} is damaged: its header promises more than its {size} bytes hold")
 
 
-def check_gguf(path: Path, known_settings: Mapping[str, Any], config: Any, known_tensors: Iterable[str]) -> None:
+def check_gguf(
+    path: Path, reader: Any, known_settings: Mapping[str, Any], config: Any, known_tensors: Iterable[str]
+) -> None:
     """UnusableModel naming what changes the model in a GGUF file and is not read by transformers.
 
-    `known_settings` maps the settings that it reads, without the architecture in front, to their names in the config
-    (None or -1: passed over). `known_tensors` are the tensors that it reads.
+    `reader` is gguf's own of the file. `known_settings` maps the settings that it reads, without the architecture in
+    front, to their names in the config (None or -1: passed over). `known_tensors` are the tensors that it reads.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(str(path))
     architecture = str(reader.fields["general.architecture"].contents())
     ignored = []
     for key, field in reader.fields.items():
         setting = key.removeprefix(architecture + ".")
         if setting == key or known_settings.get(setting) not in (None, -1):
+            continue
+        if setting.startswith(_READ_APART.get(architecture, "\0")):
             continue
         value = field.contents()
         ours = getattr(config, setting.rpartition(".")[2], None)

@@ -67,7 +67,10 @@ def test_prefix_and_sliding_masks_are_the_stock_tensor() -> None:
 def test_an_untouched_mask_knows_its_rows_and_a_changed_one_says_so() -> None:
     mask, _ = both("sdpa", kv_length=9, q_offset=0, attention_mask=PADDING)
     assert isinstance(mask, CausalMask) and mask.rows() == Rows((0, 2), 6) and not mask.changed
-    assert mask.to("cpu") is mask and mask.to(mask.dtype) is mask
+    assert mask.to("cpu") is mask and mask.to(mask.dtype) is mask and mask.to(device="cpu", dtype=torch.bool) is mask
+    assert type(mask.to(torch.float32)) is torch.Tensor and type(mask.to(dtype=torch.float32)) is torch.Tensor
+    elsewhere = mask.to("meta", non_blocking=True)
+    assert isinstance(elsewhere, CausalMask) and elsewhere.device.type == "meta" and elsewhere.rows() == mask.rows()
     mask[:, :, 0, 5] = True
     assert mask.changed and bool(mask.stock()[0, 0, 0, 5])
 
