@@ -18,13 +18,17 @@ def check(
     model: Model,
     force: Force = False,
 ) -> None:
-    """Say whether a head config fits a model: exit code 0, or 1 with every reason."""
+    """Say whether a head config fits a model, and what each layer will run: exit code 0, or 1 with every reason."""
     found = read_config(config)
     with nothing_begun():
+        from headscope.engine.model import plan
         from headscope.engine.model.load import load_model
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, progress=progress)
-    reasons = found.check(loaded, force_weights=force)
+    layers = plan.layer_reasons(loaded.model)
+    for place, words in plan.described(found, layers):
+        typer.echo(f"layers {place}: {words}")
+    reasons = found.check(loaded, force_weights=force) + plan.problems(found, layers)
     for reason in reasons:
         typer.echo(reason + cli_output.force_hint([reason]))
     if reasons:

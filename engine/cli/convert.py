@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headscope.engine.base import files
-from headscope.engine.base.errors import ConfigError
+from headscope.engine.base.errors import ConfigError, ConfigMismatch
 from headscope.engine.cli.ending import nothing_begun
 from headscope.engine.cli.output import bar
+
+if TYPE_CHECKING:
+    from headscope.engine.config.file import HeadConfig
 
 
 class Form(StrEnum):
@@ -65,9 +68,7 @@ def convert_file(
     if form == "headscope" and model is not None:
         raise ConfigError("--model is for importing; a headscope config already says which model it is for.")
     config = (
-        HeadConfig.from_dict(value, str(source))
-        if form == "headscope"
-        else interop.import_foreign(value, form, _facts(model), source.name)
+        HeadConfig.from_dict(value, str(source)) if form == "headscope" else _import(value, form, source.name, model)
     )
     if to == "headscope":
         config.save(destination)
@@ -78,10 +79,25 @@ def convert_file(
     return [f"Lost: {note}." for note in export.notes]
 
 
-def _facts(model: str | None) -> Any:
+def _import(value: Any, form: str, name: str, model: str | None) -> HeadConfig:
+    """The config that a foreign file holds; ConfigMismatch with every reason why it cannot be for `model`."""
+    from headscope.engine.config import interop
+
+    config = interop.import_foreign(value, form, None, name)
     if model is None:
-        return None
+        return config
     with nothing_begun():
+        from headscope.engine.model import plan
         from headscope.engine.model.load import load_model
     with bar(f"loading {model}") as progress:
-        return load_model(model, progress=progress).facts
+        loaded = load_model(model, progress=progress)
+    facts = loaded.facts
+    reasons = []
+    if len(config.heads) != facts.layers:
+        reasons.append(f"layers: the config is for {len(config.heads)}, the model has {facts.layers}")
+    if len(config.heads[0]) != facts.query_heads:
+        reasons.append(f"query heads: the config is for {len(config.heads[0])}, the model has {facts.query_heads}")
+    reasons += plan.problems(config, plan.layer_reasons(loaded.model))
+    if reasons:
+        raise ConfigMismatch(loaded.name, reasons)
+    return interop.import_foreign(value, form, facts, name)

@@ -12,6 +12,9 @@ from headscope.engine.base.errors import ModelError
 FULL = "full_attention"
 """The only kind of layer that a pattern may change."""
 
+_NO_ROPE = {"type": "none", "theta": 0.0, "scaling": {}}
+"""Of a model whose positions enter in another way, or not at all."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -64,7 +67,7 @@ def facts_of(model: Any, name: str = "", load_format: str = "") -> ModelFacts:
         "kv_heads": _number(config, "num_key_value_heads") or heads,
         "head_dim": _head_dim(config, heads),
         "rope": _rope(config),
-        "max_position": int(getattr(config, "max_position_embeddings", 0) or 0),
+        "max_position": max(0, int(getattr(config, "max_position_embeddings", 0) or 0)),
         "layer_types": _layer_types(config, layers),
     }
     return ModelFacts(**shape, fingerprint=_fingerprint(model, config, shape), load_format=load_format, name=name)
@@ -116,7 +119,9 @@ def _rope(config: Any) -> dict[str, Any]:
     if FULL in parameters:  # one set per layer type; None where full-attention layers have no positions
         parameters = parameters[FULL]
         if parameters is None:
-            return {"type": "none", "theta": 1.0, "scaling": {}}
+            return {**_NO_ROPE}
+    if not parameters and not any(name.startswith(("rope", "rotary")) for name in vars(config)):
+        return {**_NO_ROPE}
     rest = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
     theta = parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     return {
@@ -148,10 +153,15 @@ def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
 
     head = {**shape, "hidden_size": int(config.hidden_size), "vocab_size": int(config.vocab_size)}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+    parameters = sorted(model.named_parameters(), key=lambda item: item[0])
+    norms = [
+        (name, parameter)
+        for name, parameter in parameters
         # Norms of queries and keys may be split over tensor-parallel ranks; all others are whole on each.
-        if "norm" not in name or parameter.ndim != 1 or "q_norm" in name or "k_norm" in name:
-            continue
+        if "norm" in name and parameter.ndim == 1 and "q_norm" not in name and "k_norm" not in name
+    ]
+    covered = {_layer_of(name) for name, _ in norms}
+    for name, parameter in norms + _smallest_of_each_layer(parameters, covered):
         tensor = parameter.detach()
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()
@@ -160,3 +170,21 @@ def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
         digest.update(name.encode())
         digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _layer_of(name: str) -> str | None:
+    """The number of a parameter's layer, as text."""
+    numbers = (part for part in name.split(".") if part.isdigit())
+    return next(numbers, None)
+
+
+def _smallest_of_each_layer(parameters: list[tuple[str, Any]], covered: set[str | None]) -> list[tuple[str, Any]]:
+    """For layers without a norm that has weights: their smallest parameter that is not split over processes."""
+    smallest: dict[str, tuple[str, Any]] = {}
+    for name, parameter in parameters:
+        layer = _layer_of(name)
+        if layer is None or layer in covered or hasattr(parameter, "placements"):
+            continue
+        if layer not in smallest or parameter.numel() < smallest[layer][1].numel():
+            smallest[layer] = (name, parameter)
+    return list(smallest.values())

@@ -208,8 +208,15 @@ class Hook:
 
     @property
     def fixed_reasons(self) -> dict[int, str | None]:
-        """Why each layer will be left alone whatever the call, or None; layers without attention are not named."""
-        return {module.layer_idx: self._fixed[id(module)] for module in self._modules}
+        """Why each layer will be left alone whatever the call, or None; layers without attention are not named.
+
+        Where a layer has cross-attention too, its self-attention speaks for it.
+        """
+        reasons: dict[int, str | None] = {}
+        for module in self._modules:
+            reason = self._fixed[id(module)]
+            reasons[module.layer_idx] = reason and reasons.get(module.layer_idx, reason)
+        return reasons
 
     def remove(self) -> None:
         """Restores the model exactly; a second call does nothing."""

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
-import json
-import os
-import shutil
-import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
@@ -18,12 +14,15 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
-from filelock import FileLock
 
+from headscope.engine.base import files
 from headscope.engine.base.errors import ModelError, OptionError, UnusableModel
 from headscope.engine.base.progress import Progress
 from headscope.engine.config.facts import ModelFacts, facts_of
-from headscope.engine.model.packaged import PACKAGED, cache_dir, disk_errors, fetch, packaged
+from headscope.engine.model import weights
+from headscope.engine.model.copies import float32_copy
+from headscope.engine.model.foreign import explained
+from headscope.engine.model.packaged import PACKAGED, cache_dir, fetch
 
 __all__ = ["LoadedModel", "ModelFacts", "cache_dir", "fetch", "load_model"]
 
@@ -68,12 +67,13 @@ def load_model(
         raise UnusableModel(f"no model is named: give a packaged model ({', '.join(PACKAGED)}), a folder or a hub id")
     place = _device(device)
     kind = _dtype(dtype, place)
-    path = Path(name).expanduser()
-    if name in PACKAGED and not path.exists():
-        return _load(_packaged_folder(name, progress), None, name, "gguf", kind, place)
-    if path.exists():
-        folder, gguf = _local(path)
-        return _load(folder, gguf, name, "gguf" if gguf else "safetensors", kind, place)
+    with explained(name):
+        path = Path(name).expanduser()
+        if name in PACKAGED and not path.exists():
+            return _load(float32_copy(name, progress, _convert), None, name, "gguf", kind, place)
+        if path.exists():
+            folder, gguf = _local(path)
+            return _load(folder, gguf, name, "gguf" if gguf else "safetensors", kind, place)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
         raise UnusableModel(
             f"there is no file or folder {name!r}: give a folder with config.json and safetensors or GGUF weights, "
@@ -140,10 +140,20 @@ def _load(
         options["local_files_only"] = True
     if gguf:
         options["gguf_file"] = gguf
-    with _quiet(silence=gguf is not None), _explained(name):
+    with _quiet(silence=gguf is not None), explained(name):
+        if not gguf:
+            _check_index(source, options)
+        elif isinstance(source, Path):
+            weights.check_gguf_header(source / gguf)
         tokenizer = _tokenizer(AutoTokenizer, source, options)
         safe = {} if gguf else {"use_safetensors": True}
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **safe)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **options, **safe
+        )
+        model, info = loaded
+        weights.check_loaded(name, info)
+        if gguf and isinstance(source, Path):
+            _check_gguf(source / gguf, model)
         model = model.to(device).eval()
         facts = facts_of(model, name=name, load_format=load_format)
     return LoadedModel(model=model, tokenizer=tokenizer, name=name, fingerprint=facts.fingerprint, facts=facts)
@@ -172,44 +182,59 @@ def _tokenizer(auto: Any, source: Path | str, options: dict[str, Any]) -> Any:
     return auto.from_pretrained(source, **options)
 
 
-def _packaged_folder(name: str, progress: Progress | None) -> Path:
-    """Folder with a packaged model's weights as safetensors, converted once from its GGUF file.
+def _check_index(source: Path | str, options: dict[str, Any]) -> None:
+    """Before anything is read: an index of shards may name safetensors files only, here and on the hub."""
+    if isinstance(source, Path):
+        weights.check_index(source)
+        return
+    from transformers.utils import cached_file
 
-    Reading GGUF takes 10 to 25 seconds each time; the copy holds the same float32 values and loads in about one.
-    """
-    model = packaged(name)
-    root = cache_dir() / name
-    target = root / f"float32-{model.sha256[:8]}"
-    if (target / "config.json").is_file():
-        return target
-    path = fetch(name, progress)
-    with disk_errors(f"keep a float32 copy of {name} in {root}", model.download_bytes * 8), FileLock(root / ".lock"):
-        if not (target / "config.json").is_file():
-            _convert(path, target)
-    return target
+    # A missing index, or a hub that does not answer, is told by the loading itself.
+    quietly: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+        "local_files_only": options.get("local_files_only", False),
+    }
+    index = cached_file(source, "model.safetensors.index.json", **quietly)
+    if index is not None:
+        weights.check_weight_map(files.read_json(index, ModelError), f"the index of {source!r}")
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _check_gguf(path: Path, model: Any) -> None:
+    """What transformers passes over in a GGUF file must not change the model."""
+    from gguf import GGUFReader
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    reader = GGUFReader(str(path))
+    architecture = str(reader.fields["general.architecture"].contents())
+    processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config=model.config.to_dict())
+    tensors = reading.get_gguf_hf_weights_map(model, processor)
+    settings = weights.settings_that_were_read(reading.GGUF_TO_TRANSFORMERS_MAPPING, architecture)
+    weights.check_gguf(path, reader, settings, model.config, tensors)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Writes a GGUF model's float32 weights, tokenizer and configs into `folder`."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    loaded = _load(gguf.parent, gguf.name, target.parent.name, "gguf", torch.float32, torch.device("cpu"))
-    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".convert-"))
+    loaded = _load(gguf.parent, gguf.name, gguf.stem, "gguf", torch.float32, torch.device("cpu"))
+    tensors = {key: value.contiguous() for key, value in loaded.model.state_dict().items()}
+    config = copy.deepcopy(loaded.model.config)
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    for gguf_only in ("quantization_config", "_name_or_path"):
+        if hasattr(config, gguf_only):
+            delattr(config, gguf_only)
     try:
-        weights = {key: value.contiguous() for key, value in loaded.model.state_dict().items()}
-        config = copy.deepcopy(loaded.model.config)
-        if config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
-        for gguf_only in ("quantization_config", "_name_or_path"):
-            if hasattr(config, gguf_only):
-                delattr(config, gguf_only)
-        save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
-        loaded.tokenizer.save_pretrained(scratch)
-        loaded.model.generation_config.save_pretrained(scratch)
-        config.save_pretrained(scratch)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # its Rust code reports a full disk as an error of its own
+        number = errno.ENOSPC if "space" in str(error).lower() or "os error 28" in str(error) else errno.EIO
+        raise OSError(number, str(error)) from error
+    loaded.tokenizer.save_pretrained(folder)
+    loaded.model.generation_config.save_pretrained(folder)
+    config.save_pretrained(folder)
 
 
 @contextmanager
@@ -231,84 +256,3 @@ def _quiet(silence: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns what transformers and the hub client raise while loading into a ModelError that says what to do."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except ModelError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RuntimeError,
-        ImportError,
-        EOFError,
-        struct.error,
-        SafetensorError,
-    ) as error:
-        causes = _causes(error)
-        text = " ".join(str(cause) for cause in causes).lower()
-        if any(isinstance(cause, GatedRepoError) for cause in causes) or "gated repo" in text:
-            raise ModelError(
-                f"the model {name!r} is gated: accept its terms on the hub and log in with `hf auth login`, "
-                "or give a local folder"
-            ) from error
-        if "trust_remote_code" in text or "custom code" in text:
-            raise UnusableModel(
-                f"the model {name!r} needs code of its own, which is never run: use a model of a family in transformers"
-            ) from error
-        if _unreachable(causes, text):
-            raise ModelError(
-                f"the model hub cannot be reached to load {name!r}: connect and try again, or give a packaged model "
-                f"({', '.join(PACKAGED)}) or a local folder"
-            ) from error
-        missing = any(isinstance(cause, RepositoryNotFoundError) for cause in causes)
-        if missing or "not a valid model identifier" in text or "repo id must" in text:
-            raise UnusableModel(
-                f"no model called {name!r} is known here or on the hub: give a packaged model "
-                f"({', '.join(PACKAGED)}), a local folder, or a hub id that you may read"
-            ) from error
-        raise UnusableModel(
-            f"{name!r} cannot be loaded as a causal language model ({_sentence(error)}): "
-            "give a folder with config.json and intact safetensors or GGUF weights"
-        ) from error
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found
-
-
-def _unreachable(causes: list[BaseException], text: str) -> bool:
-    kinds = {type(cause).__name__ for cause in causes}
-    if kinds & {
-        "ConnectError",
-        "ConnectTimeout",
-        "ConnectionError",
-        "ProxyError",
-        "OfflineModeIsEnabled",
-        "ReadTimeout",
-    }:
-        return True
-    return (
-        "couldn't connect" in text
-        or "couldn't find them in the cached files" in text
-        or "offline mode" in text
-        or "name resolution" in text
-    )
-
-
-def _sentence(error: BaseException) -> str:
-    text = json.dumps(str(error).strip().split("\n")[0][:160], ensure_ascii=False)[1:-1]
-    return text.rstrip(" .:") or type(error).__name__

@@ -62,6 +62,13 @@ class CausalMask(torch.Tensor):
             self._stock = self.make()
         return self._stock
 
+    def moved(self, device: torch.device) -> CausalMask:
+        """The same mask for layers on another device (models spread by `device_map`)."""
+        shape = (int(self.shape[0]), 1, int(self.shape[2]), int(self.shape[3]))
+        mask = CausalMask(lambda: self.stock().to(device), shape, self.dtype, device, self.padding, self.written)
+        mask._rows, mask.changed = self._rows, self.changed
+        return mask
+
     def rows(self) -> Rows:
         """Where each sequence starts and how many keys are written, read from the device once for all layers."""
         if self._rows is None:
@@ -73,8 +80,10 @@ class CausalMask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
-            if func is torch.Tensor.to and _stays(*args, **(kwargs or {})):
-                return args[0]
+            if func is torch.Tensor.to and isinstance(args[0], CausalMask):
+                place = _place(args[0], *args[1:], **(kwargs or {}))
+                if place is not None:
+                    return args[0] if place == args[0].device else args[0].moved(place)
             if args and isinstance(args[0], CausalMask) and _writes(func):
                 args[0].changed = True
             return func(*_stock_of(args), **_stock_of(kwargs or {}))
@@ -89,15 +98,15 @@ def _writes(func: Any) -> bool:
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
-def _stays(mask: Any, *args: Any, **options: Any) -> bool:
-    """Whether `mask.to(...)` asks for the device or dtype that the mask already has."""
-    options = {name: value for name, value in options.items() if name not in ("non_blocking", "dtype", "device")}
-    wanted = [*args, *options.values()]
-    return not options and all(
-        (isinstance(item, torch.dtype) and item == mask.dtype)
-        or (isinstance(item, (str, torch.device)) and torch.device(item) == mask.device)
-        for item in wanted
-    )
+def _place(mask: Any, *arguments: Any, **options: Any) -> torch.device | None:
+    """The device that `mask.to(...)` asks for, or None where it asks for more than a device."""
+    options.pop("non_blocking", None)
+    wanted = [item for item in (*arguments, *options.values()) if item != mask.dtype]
+    if set(options) - {"dtype", "device"} or len(wanted) > 1:
+        return None
+    if not wanted:
+        return mask.device
+    return torch.device(wanted[0]) if isinstance(wanted[0], (str, int, torch.device)) else None
 
 
 def _stock_of(value: Any) -> Any:

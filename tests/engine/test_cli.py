@@ -327,8 +327,10 @@ def test_check_gives_every_reason(run: Run, loaded: LoadedModel, tmp_path: Path)
     value["model"]["fingerprint"] = "0" * 64
     path.write_text(json.dumps(value))
     code, out, _ = run("check", path, "--model", "smollm2")
-    assert code == 1 and len(out.splitlines()) == 2 and "8192" in out and "weights" in out
-    assert [line.endswith("(--force accepts that)") for line in out.splitlines()] == [False, True]
+    layers, *reasons = out.splitlines()
+    assert layers == "layers 0-29: sparse"
+    assert code == 1 and len(reasons) == 2 and "8192" in reasons[0] and "weights" in reasons[1]
+    assert [line.endswith("(--force accepts that)") for line in reasons] == [False, True]
     code, out, _ = run("check", path, "--model", "smollm2", "--force")
     assert code == 1 and "weights" not in out
     value["model"]["max_position"] = 8192

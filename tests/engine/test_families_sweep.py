@@ -6,13 +6,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -20,9 +16,8 @@ import torch
 from tests.helpers.family_sweep import Outcome, sweep
 from tests.helpers.tiny_families import tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
-SECONDS = 60
 BASES = ("sdpa", "eager")
 
 NOT_BUILT = {
@@ -48,6 +43,69 @@ NOT_BUILT = {
 }
 """Types whose stock model cannot be built or run tiny from its default config, with the reason."""
 
+LEFT_ALONE = {
+    "axk2",
+    "bert",
+    "bert-generation",
+    "bigbird_pegasus",
+    "camembert",
+    "data2vec-text",
+    "deepseek_v32",
+    "deepseek_v4",
+    "doge",
+    "electra",
+    "ernie",
+    "flint",
+    "gemma2",
+    "gemma4_unified",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "hy_v4",
+    "inkling2_loop_text",
+    "inkling2_text",
+    "inkling_text",
+    "ministral",
+    "mistral",
+    "moshi",
+    "recurrent_gemma",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "vaultgemma",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+}
+"""Types in which no layer is plain causal attention, by their default configs."""
+
+REFUSED = {
+    "big_bird",
+    "bloom",
+    "cpmant",
+    "falcon",
+    "falcon_mamba",
+    "git",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "mamba",
+    "mamba2",
+    "megatron-bert",
+    "mpt",
+    "mvp",
+    "openai-gpt",
+    "prophetnet",
+    "rembert",
+    "roformer",
+    "rwkv",
+    "trocr",
+    "xglm",
+    "xlm",
+    "xlnet",
+    "zamba",
+}
+"""Types whose attention cannot be replaced; `apply` says so."""
+
 OUTCOMES: dict[str, dict[str, Outcome]] = defaultdict(dict)
 
 
@@ -55,20 +113,6 @@ def types() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-@contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not done within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -79,20 +123,17 @@ def test_type(name: str, base: str) -> None:
     if name in NOT_BUILT:
         pytest.skip(NOT_BUILT[name])
     torch.set_num_threads(1)
-    with limited(SECONDS):
-        try:
-            model = tiny_model(CONFIG_MAPPING[name], base)
-        except ValueError as error:
-            if base == "sdpa" and "scaled_dot_product_attention" in str(error):
-                pytest.skip("has no SDPA attention")
-            raise
-        outcome = sweep(model, base)
+    try:
+        model = tiny_model(CONFIG_MAPPING[name], base)
+    except ValueError as error:
+        if base == "sdpa" and "scaled_dot_product_attention" in str(error):
+            pytest.skip("has no SDPA attention")
+        raise
+    outcome = sweep(model, base)
     OUTCOMES[name][base] = outcome
-    assert outcome.refused or outcome.served or outcome.left, "no layer was met"
-
-
-def test_nothing_is_skipped_without_need() -> None:
-    assert set(NOT_BUILT) <= set(types())
+    expected = "refused" if name in REFUSED else "left alone" if name in LEFT_ALONE else "served"
+    assert (expected == "refused") == bool(outcome.refused), outcome
+    assert (expected == "served") == bool(outcome.served), outcome
 
 
 def test_write_the_table() -> None:
@@ -118,7 +159,8 @@ def table() -> str:
     lines = ["| outcome | types | why |", "| --- | --- | --- |"]
     for (what, why), names in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), -len(row[1]))):
         lines.append(f"| {what} | {', '.join(names)} | {why} |")
-    return "\n".join(lines) + "\n"
+    note = "Each type by its default config: those that slide only by a setting (mistral) are served where it is off."
+    return "\n".join(lines) + f"\n\n{note}\n"
 
 
 def _described(outcome: Outcome) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from headscope.engine.base.errors import ModelError
 from headscope.engine.config.facts import facts_of
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.model.masks import CausalMask, mask_function
+from headscope.engine.model.modules import attention_modules
 from headscope.engine.model.rows import Rows
 from tests.engine.test_apply import logits, tokens
 
@@ -66,7 +67,10 @@ def test_prefix_and_sliding_masks_are_the_stock_tensor() -> None:
 def test_an_untouched_mask_knows_its_rows_and_a_changed_one_says_so() -> None:
     mask, _ = both("sdpa", kv_length=9, q_offset=0, attention_mask=PADDING)
     assert isinstance(mask, CausalMask) and mask.rows() == Rows((0, 2), 6) and not mask.changed
-    assert mask.to("cpu") is mask and mask.to(mask.dtype) is mask
+    assert mask.to("cpu") is mask and mask.to(mask.dtype) is mask and mask.to(device="cpu", dtype=torch.bool) is mask
+    assert type(mask.to(torch.float32)) is torch.Tensor and type(mask.to(dtype=torch.float32)) is torch.Tensor
+    elsewhere = mask.to("meta", non_blocking=True)
+    assert isinstance(elsewhere, CausalMask) and elsewhere.device.type == "meta" and elsewhere.rows() == mask.rows()
     mask[:, :, 0, 5] = True
     assert mask.changed and bool(mask.stock()[0, 0, 0, 5])
 
@@ -75,7 +79,8 @@ def test_an_untouched_mask_knows_its_rows_and_a_changed_one_says_so() -> None:
 def test_layers_that_are_left_alone_keep_their_mask(make_tiny: Callable[..., LoadedModel], base: str) -> None:
     """All layers of these are left alone for a reason that has nothing to do with sliding windows."""
     loaded = make_tiny("Llama", attn_implementation=base)
-    loaded.model.config.layer_types = ["indexed_attention"] * 3
+    for module in attention_modules(loaded.model):
+        module.attn_logit_softcapping = 50.0  # its own attention takes no notice of it
     facts = facts_of(loaded.model)
     ids = tokens(2, 40)
     padding = torch.ones_like(ids)
@@ -89,7 +94,7 @@ def test_layers_that_are_left_alone_keep_their_mask(make_tiny: Callable[..., Loa
         with torch.no_grad():
             second = loaded.model(ids[:, 25:], **{name: cache[name]}).logits
     assert (second - before[:, 25:]).abs().max() < 1e-4
-    assert set(active.left_alone.values()) == {"indexed_attention layer"}
+    assert set(active.left_alone.values()) == {"soft-capped logits"}
 
 
 def test_arguments_that_the_stock_attention_ignores_change_nothing(make_tiny: Callable[..., LoadedModel]) -> None:

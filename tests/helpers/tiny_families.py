@@ -15,7 +15,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_hidden_layers|num_layers|n_layers?|(num_)?(decoder|encoder)_layers|n_blocks)", LAYERS),
     (r"(depth|num_nextn_predict_layers|num_mtp_.*)", 1),
     (r"(vocab_size|.*_vocab_size|vocab_size_.*|type_vocab_size)", _VOCABULARY),
-    (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads)", _HEADS),
+    (r"(num_attention_heads(_per_layer)?|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads)", _HEADS),
     (r"(num_(key_value|kv)_heads|multi_query_group_num|n_kv_heads|num_(global|swa)_key_value_heads)", _KV_HEADS),
     (r"(head_dim|.*_head_dim|d_kv|attention_head_dim|d_head|head_size|rotary_dim)", _HEAD_DIM),
     (r"(hidden_size|d_model|n_embd|n_embed|word_embed_proj_dim|dim|embed_dim|embedding_size)", _WIDTH),
