@@ -13,13 +13,13 @@ from headscope.engine.config.evidence import read_evidence, read_provenance
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.config.file import HeadConfig
 from headscope.studio.base import words
+from headscope.studio.data.draft import Grid, differences
 from headscope.studio.store.rows import ConfigRow
 from headscope.studio.ui import widgets
 from headscope.studio.ui.context import PageContext, RunContext
 from headscope.studio.ui.measured import measured
 from headscope.studio.ui.opening import open_run
 from headscope.studio.work import exports
-from headscope.studio.work.draft import Grid, differences
 from headscope.studio.work.exports import RoundTrip
 
 

@@ -10,13 +10,13 @@ from headscope.engine.base.errors import HeadscopeError
 from headscope.studio.base import words
 from headscope.studio.charts.overview import overview as draw_overview
 from headscope.studio.charts.theme import GLYPHS
+from headscope.studio.data.results import METRICS, metric_grid, worst_order
+from headscope.studio.lab.jobs import sentence
 from headscope.studio.ui import head, setup, widgets
 from headscope.studio.ui.context import RunContext
 from headscope.studio.ui.measured import MeasuredGrid, measured
 from headscope.studio.ui.opening import open_run
 from headscope.studio.ui.panels import more_about
-from headscope.studio.work.jobs import sentence
-from headscope.studio.work.results import METRICS, metric_grid, worst_order
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def take(page: PageContext) -> None:
     if job is None or job.state != "done" or view.taken == job.id:
         return
     if job.kind == "search":
-        view.chosen = job.result
+        view.search_id = job.result
     elif job.kind == "search-check":
         search_id, predicted, measured = job.result
         view.checked = CheckedChoice(search_id, job.title, predicted, measured)
@@ -66,19 +66,19 @@ def choose(page: PageContext, rows: list[dict[str, Any]]) -> StoredSearch | None
         st.info("No search is stored yet. Start one above; it lands here by itself.", icon=":material/info:")
         return None
     view, by_id = page.view.search, {row["id"]: row for row in rows}
-    if view.chosen not in by_id:
-        view.chosen = rows[0]["id"]
+    if view.search_id not in by_id:
+        view.search_id = rows[0]["id"]
     labels = search_labels(rows)
     st.selectbox(
         "Search",
         list(by_id),
         format_func=labels.__getitem__,
-        **state.bind("search-chosen", view.chosen, lambda row_id: setattr(view, "chosen", row_id)),
+        **state.bind("search-chosen", view.search_id, lambda row_id: setattr(view, "search_id", row_id)),
     )
-    if view.search is None or view.search.id != view.chosen:
+    if view.search is None or view.search.id != view.search_id:
         view.search = None
         try:
-            view.search = search_view.load_search(page.lab, by_id[view.chosen])
+            view.search = search_view.load_search(page.lab, by_id[view.search_id])
         except HeadscopeError as error:
             st.error(words.plain_markdown(str(error)))
     return view.search
@@ -115,7 +115,7 @@ def slider(page: PageContext) -> Target:
             list(by),
             format_func=by.__getitem__,
             required=True,
-            **state.bind("search-by", form.by, lambda chosen: setattr(form, "by", chosen)),
+            **state.bind("search-by", form.by, lambda by_what: setattr(form, "by", by_what)),
         )
     if form.by == "loss":
         st.select_slider(

@@ -10,14 +10,14 @@ from headscope.engine.patterns.families import Pattern
 from headscope.studio.base import words
 from headscope.studio.charts import charts
 from headscope.studio.charts.theme import GLYPHS
+from headscope.studio.data import editor
+from headscope.studio.data.draft import SCOPES
+from headscope.studio.data.results import HeadDetail, metric_grid
+from headscope.studio.lab.jobs import sentence
 from headscope.studio.ui import budgets, head, state, trial, widgets
 from headscope.studio.ui.context import RunContext
 from headscope.studio.ui.opening import open_run
 from headscope.studio.ui.panels import loss
-from headscope.studio.work import editor
-from headscope.studio.work.draft import SCOPES
-from headscope.studio.work.jobs import sentence
-from headscope.studio.work.results import HeadDetail, metric_grid
 
 
 def main() -> None:

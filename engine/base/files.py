@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from headscope.engine.base.errors import ConfigError, HeadscopeError
 
 LARGEST_FILE = 32 * 2**20
-"""Bytes; a config of 10,000 heads with all evidence has about 4 MB."""
+"""Bytes of a file from anywhere; a config of 10,000 heads with all evidence has about 4 MB."""
 
 DEEPEST = 16
 """Levels of nesting that our own files can need, with room to spare."""
@@ -155,9 +155,11 @@ def read_bytes(
     return raw
 
 
-def read_json(path: str | os.PathLike[str], error: type[HeadscopeError] = ConfigError) -> Any:
-    """The strict JSON value in a file (see `parse_json`)."""
-    return parse_json(read_bytes(path, error=error), str(path), error)
+def read_json(
+    path: str | os.PathLike[str], error: type[HeadscopeError] = ConfigError, limit: int = LARGEST_FILE
+) -> Any:
+    """The strict JSON value in a file of at most `limit` bytes (see `parse_json`)."""
+    return parse_json(read_bytes(path, limit, error), str(path), error)
 
 
 def parse_json(raw: bytes, name: str, error: type[HeadscopeError] = ConfigError) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.bench.shapes import Shape
 from headscope.engine.patterns.families import LARGEST_BUDGET, AShape, BlockSparse, Pattern, VerticalSlash
 from headscope.kernels.cells.layout import PAD, Layout
@@ -127,9 +128,9 @@ def _clustered(
     return *windows, *torch_index.positions(columns.to(device))
 
 
-def random_qkv(
+def random_inputs(
     shape: Shape, batch: int, length: int, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> LayerInputs:
     """Normal q [B, Hq, n, D] and k, v [B, Hkv, n, D]."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -140,7 +141,7 @@ def random_qkv(
             out[:, head] = torch.randn(batch, length, shape.head_dim, generator=generator, device=device)
         return out
 
-    return draw(shape.query_heads), draw(shape.kv_heads), draw(shape.kv_heads)
+    return LayerInputs(draw(shape.query_heads), draw(shape.kv_heads), draw(shape.kv_heads))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
+from headscope.engine.base.timing import drain
 from headscope.engine.bench.shapes import SHAPES, Shape
 
 PARTS = ("projections", "index", "attention", "other")
@@ -66,8 +68,8 @@ class Clock:
         return total
 
 
-Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Clock], torch.Tensor]
-"""From layer, q [1, Hq, n, D], k and v [1, Hkv, n, D] to the output; books its own laps."""
+Attention = Callable[[int, LayerInputs, Clock], torch.Tensor]
+"""From a layer's number and inputs to the output [1, Hq, n, D]; books its own laps."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class Decoder:
         generator = torch.Generator(device=self.device).manual_seed(length)
         x = torch.empty(length, self.model.hidden, dtype=self.dtype, device=self.device)
         x.normal_(generator=generator)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        drain(self.device)
         clock = Clock(self.device)
         self.forward(x, attention, clock, layers)
         return clock.read()
@@ -124,10 +125,10 @@ class Decoder:
         clock = clock or Clock(self.device)
         cos, sin = self._rotation(len(x))
         for number, weights in enumerate(self.weights[:layers]):
-            q, k, v = self._project(weights, x, cos, sin)
+            inputs = self._project(weights, x, cos, sin)
             clock.lap("projections")
-            out = attention(number, q, k, v, clock)
-            del q, k, v
+            out = attention(number, inputs, clock)
+            del inputs
             self._close(weights, x, out, clock)
             del out
         return x
@@ -139,9 +140,7 @@ class Decoder:
         angle = torch.arange(length, device=self.device)[:, None] * frequency
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
-    def _project(
-        self, weights: Weights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, weights: Weights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> LayerInputs:
         """q, k (after RoPE) and v of a layer, contiguous per head."""
         heads, length = self.model.heads, len(x)
         counts_of = (heads.query_heads, heads.kv_heads, heads.kv_heads)
@@ -153,7 +152,7 @@ class Decoder:
             _rotate(queries, cos[part], sin[part], q[0, :, part])
             _rotate(keys, cos[part], sin[part], k[0, :, part])
             v[0, :, part] = values
-        return q, k, v
+        return LayerInputs(q, k, v)
 
     def _close(self, weights: Weights, x: torch.Tensor, out: torch.Tensor, clock: Clock) -> None:
         """Adds the output projection and the MLP to `x`, in place, a piece of the tokens at a time."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs, ScoreInputs
 from headscope.kernels.cells.layout import PAD, Layout
 
 SIDE = 128
@@ -15,19 +16,18 @@ LONGEST = 2**18
 """Beyond this its tables of tiles, which grow with the square of the length, take gigabytes."""
 
 
-def reason_to_skip(q: torch.Tensor, k: torch.Tensor) -> str | None:
-    """Why FlexAttention is not timed on these tensors, or None."""
-    if q.device.type != "cuda":
+def reason_to_skip(inputs: ScoreInputs) -> str | None:
+    """Why FlexAttention is not timed on these inputs, or None."""
+    if inputs.device.type != "cuda":
         return "it is timed on CUDA only"
-    if q.shape[2] != k.shape[2] or k.shape[2] % SIDE:
+    if inputs.rows != inputs.length or inputs.length % SIDE:
         return f"it is timed on whole prompts of a multiple of {SIDE} tokens"
-    return None if k.shape[2] <= LONGEST else f"its block mask at {k.shape[2]} tokens takes gigabytes"
+    return None if inputs.length <= LONGEST else f"its block mask at {inputs.length} tokens takes gigabytes"
 
 
-def calls(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layouts: dict[str, Layout]
-) -> dict[str, Callable[[], Any]]:
+def calls(inputs: LayerInputs, layouts: dict[str, Layout]) -> dict[str, Callable[[], Any]]:
     """One call per layout, compiled on first use. Tiles below the diagonal are full, those on it causal."""
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     # One compilation serves all layouts of a shape; a few shapes exhaust the cache, so it is emptied.

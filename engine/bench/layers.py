@@ -19,7 +19,7 @@ from headscope.engine.attend.estimator import Estimator
 from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import OptionError
 from headscope.engine.bench import flex as bench_flex
-from headscope.engine.bench.cases import CASES, Case, clustered_layout, plant, random_qkv
+from headscope.engine.bench.cases import CASES, Case, clustered_layout, plant, random_inputs
 from headscope.engine.bench.shapes import Shape
 from headscope.engine.bench.timing import Timing, baseline, gate, interleaved, machine
 from headscope.engine.config.host import HostProfile
@@ -124,11 +124,8 @@ def run(
     for batch in batches:
         for length in lengths:
             progress(f"{shape_name}, batch {batch}, {length} tokens")
-            scale = shape.head_dim**-0.5
             try:
-                q, k, v = random_qkv(shape, batch, length, dtype, device)
-                layer = Timed(LayerInputs(q, k, v, scale), impl, repeats, progress)
-                del q, k, v
+                layer = Timed(random_inputs(shape, batch, length, dtype, device), impl, repeats, progress)
                 rows += layer.rows(cases, fixed=shape, flex=flex)
                 if batch == batches[0] and length in _PLANTED_LENGTHS:
                     found, row = _planted(layer, shape)
@@ -242,16 +239,16 @@ class Timed:
         inputs, backend = self.inputs, self.backend
         q, k, v, scale, starts = inputs.q, inputs.k, inputs.v, inputs.scale, inputs.starts
         dense = backend.dense(q, k, v, scale, starts)
-        checked = {"dense": _Checked(gate("dense", dense, q, k, v, scale, None), None)}
+        checked = {"dense": _Checked(gate("dense", dense, inputs, None), None)}
         work: dict[str, Callable[[], Any]] = {
-            "baseline": lambda: baseline(q, k, v, scale),
+            "baseline": lambda: baseline(inputs),
             "dense": lambda: backend.dense(q, k, v, scale, starts),
         }
         layouts: dict[str, Layout] = {}
         for case in cases:
             layout = self.build(case)[1]
             if fixed is not None and case.clustered:
-                layout = clustered_layout(fixed, q.shape[0], q.shape[2], *case.clustered, q.device)
+                layout = clustered_layout(fixed, inputs.batch, inputs.length, *case.clustered, q.device)
             layouts[case.name] = layout
             checked[case.name] = self._check(case.name, layout, dense[1])
             work[case.name] = lambda layout=layout: backend.attend(q, k, v, layout, scale)  # type: ignore[misc]
@@ -259,8 +256,9 @@ class Timed:
         del dense
         # Everything else ran for the gate. A short piece is enough to load what a long baseline needs.
         warm = {"baseline": work["baseline"]}
-        if q.shape[2] > _LONG:
-            warm["baseline"] = lambda: baseline(q[:, :, :4096], k[:, :, :4096], v[:, :, :4096], scale)
+        if inputs.length > _LONG:
+            piece = LayerInputs(q[:, :, :4096], k[:, :, :4096], v[:, :, :4096], scale)
+            warm["baseline"] = lambda: baseline(piece)
         flexed = self._flex(layouts) if flex else {}
         times = interleaved(work | flexed, self.repeats, q.device, warm | flexed)
         return self._rows(layouts, checked, times, {case.name: _choice(case, fixed is not None) for case in cases})
@@ -278,15 +276,15 @@ class Timed:
         """Passes the gate, and what the layout misses."""
         inputs = self.inputs
         result = self.backend.attend(inputs.q, inputs.k, inputs.v, layout, inputs.scale)
-        error = gate(name, result, inputs.q, inputs.k, inputs.v, inputs.scale, layout)
+        error = gate(name, result, inputs, layout)
         missed = mass.missed_mass(result[1], dense_lse).mean(-1, dtype=torch.float64)
         return _Checked(error, (float(missed.mean()), float(missed.max())))
 
     def _flex(self, layouts: dict[str, Layout]) -> dict[str, Callable[[], Any]]:
-        if reason := bench_flex.reason_to_skip(self.inputs.q, self.inputs.k):
+        if reason := bench_flex.reason_to_skip(self.inputs):
             self.progress(f"FlexAttention left out: {reason}")
             return {}
-        made = bench_flex.calls(self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.scale, layouts)
+        made = bench_flex.calls(self.inputs, layouts)
         try:
             for call in made.values():
                 call()

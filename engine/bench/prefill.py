@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import OptionError
 from headscope.engine.base.memory import PeakMemory
-from headscope.engine.bench.cases import planted_layout, random_qkv
+from headscope.engine.bench.cases import planted_layout, random_inputs
 from headscope.engine.bench.decoder import PARTS, Clock, Decoder, ModelShape
 from headscope.engine.bench.layers import check_impl
 from headscope.engine.bench.timing import baseline, gate, machine, summary
@@ -148,9 +149,9 @@ def run_prefill(
     return PrefillReport(machine(device), name, str(dtype).removeprefix("torch."), tuple(rows))
 
 
-def dense_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clock: Clock) -> torch.Tensor:
+def dense_attention(layer: int, inputs: LayerInputs, clock: Clock) -> torch.Tensor:
     """The baseline as the decoder calls it."""
-    out = baseline(q, k, v)
+    out = baseline(inputs)
     clock.lap("attention")
     return out
 
@@ -203,8 +204,9 @@ class _Attention:
     def sparse(cls, decoder: Decoder, length: int, setting: Setting, impl: str) -> _Attention:
         """Plants the layouts of every timed layer; the first one must pass the gate."""
         shape = decoder.model.heads
-        q, k, v = random_qkv(shape, 1, length, decoder.dtype, decoder.device)
-        backend, scale = backends.choose(impl, q), shape.head_dim**-0.5
+        inputs = random_inputs(shape, 1, length, decoder.dtype, decoder.device)
+        q, k, scale = inputs.q, inputs.k, inputs.scale
+        backend = backends.choose(impl, q)
         plans, layouts = [], []
         pairs = 0
         for number, patterns in enumerate(setting.patterns[: len(decoder.weights)]):
@@ -212,17 +214,17 @@ class _Attention:
             built = backend.build(q, k, list(plans[-1]), (0,), scale, setting.estimator, TILE)[1]
             layouts.append(planted_layout(built, patterns, seed=number))
             pairs += int(counts.pairs(layouts[-1]).sum())
-        error = gate(setting.name, backend.attend(q, k, v, layouts[0], scale), q, k, v, scale, layouts[0])
+        error = gate(setting.name, backend.attend(q, k, inputs.v, layouts[0], scale), inputs, layouts[0])
         causal = len(layouts) * shape.query_heads * length * (length + 1) // 2
         return cls(backend, tuple(plans), tuple(layouts), setting.estimator, pairs / causal, error)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clock: Clock) -> torch.Tensor:
+    def __call__(self, layer: int, inputs: LayerInputs, clock: Clock) -> torch.Tensor:
         if self.backend is None:
-            return dense_attention(layer, q, k, v, clock)
-        scale = q.shape[-1] ** -0.5
+            return dense_attention(layer, inputs, clock)
+        q, k, scale = inputs.q, inputs.k, inputs.scale
         self.backend.build(q, k, list(self.plans[layer]), (0,), scale, self.estimator, TILE)
         clock.lap("index")
-        out = self.backend.attend(q, k, v, self.layouts[layer], scale)[0].to(q.dtype)
+        out = self.backend.attend(q, k, inputs.v, self.layouts[layer], scale)[0].to(q.dtype)
         clock.lap("attention")
         return out
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import HeadscopeError
 from headscope.engine.base.machine import versions
+from headscope.engine.base.timing import timed
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.layout import Layout
 
@@ -55,8 +57,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def baseline(inputs: LayerInputs) -> torch.Tensor:
     """Causal SDPA, forced to cuDNN on CUDA."""
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     if q.device.type == "cuda":
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return _sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -88,9 +91,7 @@ def interleaved(
 
 def _time(call: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
-        before = time.perf_counter()
-        call()
-        return (time.perf_counter() - before) * 1e3
+        return timed(call, device)[1]
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     torch.cuda._sleep(_QUEUE_CYCLES)
@@ -112,24 +113,21 @@ def summary(values: list[float]) -> Timing:
 def gate(
     name: str,
     result: tuple[torch.Tensor, torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    inputs: LayerInputs,
     layout: Layout | None,
 ) -> float:
     """Relative error of sampled rows of the first and last head against float64; `HeadscopeError` beyond the bound."""
-    length = k.shape[2]
+    q, length = inputs.q, inputs.length
     rows = torch.tensor(sorted({0, length // 3, length // 2, max(0, length - 65), length - 1}), device=q.device)
     columns = torch.arange(length, device=q.device)
     table = membership.tables(layout) if layout is not None else None
     worst = 0.0
-    for head in {0, q.shape[1] - 1}:
+    for head in {0, inputs.query_heads - 1}:
         mask = columns[None, :] <= rows[:, None]
         if layout is not None and table is not None:
             mask = membership.cells(layout, table, slice(head, head + 1), rows, columns)[0]
-        keys, values = (x[0, head // (q.shape[1] // k.shape[1])].double() for x in (k, v))
-        scores = (q[0, head, rows].double() @ keys.T * scale).masked_fill(~mask, -torch.inf)
+        keys, values = (x[0, head // inputs.group].double() for x in (inputs.k, inputs.v))
+        scores = (q[0, head, rows].double() @ keys.T * inputs.scale).masked_fill(~mask, -torch.inf)
         expected = scores.softmax(-1) @ values
         error = (result[0][0, head, rows].double() - expected).norm() / expected.norm()
         # Compared before `max`, which would lose a NaN.

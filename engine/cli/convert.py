@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headscope.engine.config.file import HeadConfig
 
 
-class Target(StrEnum):
+class Form(StrEnum):
     """Forms of a head config."""
 
     headscope = "headscope"
@@ -28,9 +28,9 @@ class Target(StrEnum):
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The config to convert; its form is recognised.")],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
-    to: Annotated[Target, typer.Option("--to", help="The form to write. sglang means SGLang 0.5.19 and earlier.")],
+    to: Annotated[Form, typer.Option("--to", help="The form to write. sglang means SGLang 0.5.19 and earlier.")],
     from_: Annotated[
-        Target | None,
+        Form | None,
         typer.Option("--from", help="The form of IN. SGLang's must be named: it looks like MInference's."),
     ] = None,
     model: Annotated[

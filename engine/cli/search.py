@@ -126,6 +126,7 @@ def search(
     for each in (prompts, held_out):
         if each is not None:
             read_folder(each)  # before the model is loaded, which takes longer
+    ranks = Ranks.join()
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
     calibration = load_prompts(loaded, prompts, tokens, template)
@@ -143,8 +144,9 @@ def search(
             cost=cost,
             impl=impl,
             progress=lambda step: move(step.done, step.total, f"{step.words}, about {step.seconds_left:.0f} s left"),
+            ranks=ranks,
         )
-    if not Ranks.here().first:
+    if not ranks.first:
         return
     settings = Settings(result.table.layers, candidates, chosen, impl)
     if weight is not Weight.none:

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.base.files import listing
+from headscope.engine.config.facts import FULL, facts_of
 from headscope.kernels.cells.plan import TILES_VERSION
 
 if TYPE_CHECKING:
     from headscope.engine.config.file import HeadConfig
-
-FULL = "full_attention"
-"""The only kind of layer that a pattern may change."""
 
 WEIGHTS = "weights: "
 """Begins the one reason that a person may overrule."""
@@ -36,8 +34,6 @@ def facts_dict(model: Any) -> dict[str, Any]:
     if hasattr(facts, "to_dict") and hasattr(facts, "layer_types"):
         return dict(facts.to_dict())
     if hasattr(facts, "config") and hasattr(facts, "named_parameters"):
-        from headscope.engine.config.facts import facts_of
-
         return facts_of(facts).to_dict()
     raise ConfigError(f"A config is checked against a model or its facts, got {type(model).__name__}.")
 

@@ -1,4 +1,4 @@
-"""What a head config must know about a model, read from the loaded model. Needs torch, not transformers."""
+"""What a head config must know about a model, read from the loaded model; torch is needed for a fingerprint only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from headscope.engine.base.errors import ModelError
 
 FULL = "full_attention"
+"""The only kind of layer that a pattern may change."""
+
 _NO_ROPE = {"type": "none", "theta": 0.0, "scaling": {}}
 """Of a model whose positions enter in another way, or not at all."""
 
@@ -149,6 +149,8 @@ def _fingerprint(model: Any, config: Any, shape: dict[str, Any]) -> str:
     """sha256 over the shape, the vocabulary and the replicated norms in bf16; see `ModelFacts`."""
     if getattr(model, "_pp_stage", None) is not None:  # the norms of other stages are in other processes
         return ""
+    import torch
+
     head = {**shape, "hidden_size": int(config.hidden_size), "vocab_size": int(config.vocab_size)}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     parameters = sorted(model.named_parameters(), key=lambda item: item[0])

@@ -21,6 +21,7 @@ from headscope.engine.base import files, records
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.base.records import OpenRecord, Record, Share
 from headscope.engine.config import check as config_check
+from headscope.engine.config.facts import FULL
 from headscope.engine.patterns import families as patterns
 from headscope.engine.patterns.families import Dense, Pattern
 from headscope.kernels.cells.plan import TILES_VERSION
@@ -150,11 +151,10 @@ class HeadConfig:
     ) -> HeadConfig:
         """The same pattern for every head; layers with their own kind of attention (sliding windows) stay dense."""
         model = config_check.facts_dict(facts)
-        types = model.get("layer_types") or [config_check.FULL] * int(model["layers"])
+        types = model.get("layer_types") or [FULL] * int(model["layers"])
         chosen, left_alone = HeadEntry(pattern), HeadEntry(Dense())
         heads = tuple(
-            (chosen if layer_type == config_check.FULL else left_alone,) * int(model["query_heads"])
-            for layer_type in types
+            (chosen if layer_type == FULL else left_alone,) * int(model["query_heads"]) for layer_type in types
         )
         return cls(model, provenance or {}, TILES_VERSION, estimator or Estimator(), heads)
 
@@ -162,7 +162,7 @@ class HeadConfig:
     def sparse_layers(self) -> tuple[int, ...]:
         """Layers in which some head has a pattern other than dense, ascending."""
         return tuple(
-            layer for layer, entries in enumerate(self.heads) if any(entry.pattern.kind != "dense" for entry in entries)
+            layer for layer, entries in enumerate(self.heads) if any(not entry.pattern.is_dense for entry in entries)
         )
 
     @classmethod

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headscope.engine.base.errors import Cancelled, PromptError
+from headscope.engine.base.timing import drain
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.config.host import HostProfile
 from headscope.engine.config.sets import ConfigSet
@@ -99,7 +100,7 @@ def answer(
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=CalibrationWarning), applied():
             loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)
     with torch.no_grad(), applied() as active, _watched(loaded, on_layer, cancel):
-        _wait(ids.device)
+        drain(ids.device)
         began = time.perf_counter()
         result = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         logits = result.logits[0, -1].float()
@@ -178,8 +179,3 @@ def _stop_tokens(loaded: LoadedModel) -> set[int]:
     if found is None:
         return set()
     return set(found) if isinstance(found, (list, tuple)) else {int(found)}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -54,6 +54,12 @@ STATS = (
 """What is kept of a head under a candidate. Losses are shares of probability; `tile_cells` are the cells that the
 kernel touches: computed pairs, causal waste and padding."""
 
+MOST_HEADS = 1024
+"""Query heads of a layer, far more than models have: how large a file of results may be follows from it."""
+
+_STAT_BYTES = 26
+"""Most characters of one stored figure, with what parts it from the next."""
+
 MIXED = 8
 """Mixed layers that are timed beside the uniform ones: a real config is a mix, and what a family costs its layer
 once shows only where the families of layers differ."""
@@ -226,7 +232,8 @@ def _measure_prompt(
         source.stream(prompt, visit, left, cancel)
     _check(cancel)
     # Read back, so that a resumed prompt and an uninterrupted one come from the same bytes.
-    layers = [files.read_json(parts / _part(layer), SearchError) for layer in settings.layers]
+    largest = _largest_result(1, settings.grid)
+    layers = [files.read_json(parts / _part(layer), SearchError, largest) for layer in settings.layers]
     for layer, value in zip(settings.layers, layers, strict=True):
         stored.check_layer(value, layer, len(settings.grid), str(parts / _part(layer)), SearchError)
     head = {
@@ -384,9 +391,14 @@ class PromptResult:
         return int(self.prompt["tokens"])
 
 
+def _largest_result(layers: int, grid: Grid) -> int:
+    """Bytes that results of so many layers can need; 126 layers of 128 heads under the default grid write 75 MB."""
+    return files.LARGEST_FILE + layers * (len(grid) + MIXED) * MOST_HEADS * len(STATS) * _STAT_BYTES
+
+
 def read_result(path: str | os.PathLike[str], settings: Settings) -> PromptResult:
     """The result of one prompt; SearchError if it is damaged or was measured under other settings."""
-    value = files.read_json(path, SearchError)
+    value = files.read_json(path, SearchError, _largest_result(len(settings.layers), settings.grid))
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise SearchError(f"{path} is no search result; delete it and run the search again.")
     records.check(stored.Result, value, f"{path} is damaged:", SearchError)

@@ -77,23 +77,22 @@ def search_config(
     progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
     parent: str | None = None,
+    ranks: Ranks | None = None,
 ) -> SearchResult:
     """Searches the heads of `layers` (all full-attention ones by default) and returns config and evidence.
 
     `prompts` come from `search_source.load_prompts`. `folder` is the run folder; a finished one is not measured again.
     With `cost` that model is used as it is, so that the same results give the same heads; otherwise one is fitted to
-    this machine's timings and saved beside them. Under `torchrun` the prompts are shared out, and every process
-    returns the same result. Raises SearchError, ConfigError, OptionError, PromptError or Cancelled, each one sentence.
+    this machine's timings and saved beside them. With `ranks` (`Ranks.join()` under `torchrun`) the prompts are shared
+    out, and every process returns the same result. Raises SearchError, ConfigError, OptionError, PromptError or
+    Cancelled, each one sentence.
     """
     source = ModelSource(loaded)
     settings = Settings(source.layers(layers), grid or default_grid(), estimator or SAMPLING, source.check_impl(impl))
     target.check_layers(settings.layers)
-    measured = measure(
-        source, prompts, settings, Path(folder), facts=loaded.facts.to_dict(), progress=progress, cancel=cancel
-    )
-    return choose(
-        measured, settings, target, Path(folder), loaded.facts.to_dict(), cost, hardware(loaded.device), parent
-    )
+    home, facts = Path(folder), loaded.facts.to_dict()
+    results = measure(source, prompts, settings, home, facts=facts, progress=progress, cancel=cancel, ranks=ranks)
+    return choose(results, settings, target, home, facts, cost, hardware(loaded.device), parent, ranks)
 
 
 def measure(
@@ -105,10 +104,11 @@ def measure(
     facts: dict[str, Any],
     progress: SearchProgress | None = None,
     cancel: Cancel | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[PromptResult, ...]:
-    """Measures what is missing, shared out over the processes of `torchrun`; returns all results, sorted by hash."""
+    """Measures what is missing, shared out over `ranks` if there are others; returns all results, sorted by hash."""
     _check_prompts(prompts)
-    ranks = Ranks.here()
+    ranks = ranks or Ranks()
     with ranks.together():
         if ranks.first:
             _check_manifest(folder, settings, facts)
@@ -127,13 +127,13 @@ def choose(
     cost: CostModel | None = None,
     machine: str = "",
     parent: str | None = None,
+    ranks: Ranks | None = None,
 ) -> SearchResult:
     """The allocation for stored results: no model is needed."""
     table = Table.of(results, settings.grid)
     if cost is None:
         cost = search_cost.fit(results, settings.grid, {"hardware": machine, "versions": versions()})
-        ranks = Ranks.here()
-        if ranks.first:
+        if ranks is None or ranks.first:
             cost.save(folder / "cost-model.json")
     allocation = allocate(table, cost, target)
     config = to_config(allocation, table, cost, target, settings, facts, machine, parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 from headscope.engine.attend.inputs import LayerVisitor
 from headscope.engine.base.errors import OptionError, PromptError
 from headscope.engine.base.progress import Cancel
+from headscope.engine.base.timing import timed
 from headscope.engine.prompts.prompt import Prompt
 from headscope.engine.prompts.sources import read_folder
 from headscope.engine.prompts.tokens import check_ids, encode
@@ -49,14 +49,11 @@ class ModelSource:
     def prefill_ms(self, prompt: SearchPrompt) -> float:
         """Wall time of one dense prefill with the model's own attention, the better of two."""
         ids = check_ids(self.loaded, torch.tensor([prompt.ids])).to(self.loaded.device)
-        best = float("inf")
-        for _ in range(2):
-            began = time.perf_counter()
-            with torch.no_grad():
-                logits = self.loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-            float(logits[0, -1, 0])  # waits for the device
-            best = min(best, (time.perf_counter() - began) * 1e3)
-        return best
+        with torch.no_grad():
+            return min(
+                timed(lambda: self.loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1), ids.device)[1]
+                for _ in range(2)
+            )
 
 
 def load_prompts(

@@ -12,8 +12,8 @@ import streamlit as st
 
 from headscope.engine.base.errors import HeadscopeError
 from headscope.studio.base import words
+from headscope.studio.lab.jobs import Context
 from headscope.studio.ui import state, widgets
-from headscope.studio.work.jobs import Context
 
 IN_LINE = "Nothing is timed while a run is under way: the measurement waits for its end."
 

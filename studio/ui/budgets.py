@@ -11,9 +11,9 @@ import streamlit as st
 
 from headscope.engine.patterns.families import Fraction, Pattern
 from headscope.studio.base import words
+from headscope.studio.data import editor
 from headscope.studio.ui import state
 from headscope.studio.ui.context import RunContext
-from headscope.studio.work import editor
 
 
 def budgets(page: RunContext) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from headscope.engine.patterns.families import Pattern
 from headscope.studio.charts.theme import Theme
+from headscope.studio.data.draft import Draft
+from headscope.studio.data.results import HeadCase, Run
+from headscope.studio.lab.jobs import Job
+from headscope.studio.lab.lab import Lab
 from headscope.studio.ui.view import View
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.jobs import Job
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import HeadCase, Run
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from headscope.studio.base import words
 from headscope.studio.charts import charts
 from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import GLYPHS
+from headscope.studio.data.results import METRICS, HeadDetail, worst_order
 from headscope.studio.ui import state
 from headscope.studio.ui.context import PageContext, RunContext
 from headscope.studio.ui.widgets import figure
-from headscope.studio.work.results import METRICS, HeadDetail, worst_order
 
 
 def head_picker(page: RunContext, order: Sequence[tuple[int, int]], key: str) -> None:

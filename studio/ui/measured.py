@@ -11,8 +11,8 @@ from headscope.engine.config.facts import FULL
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.engine.patterns.families import Pattern
 from headscope.studio.base import words
+from headscope.studio.lab.measurements import QUICK_HEADS
 from headscope.studio.ui.context import RunContext
-from headscope.studio.work.measurements import QUICK_HEADS
 
 MeasuredGrid = list[list[HeadMeasurement | None]]
 """Every head as measured, by layer and head; None where it is not."""

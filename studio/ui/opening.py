@@ -6,10 +6,10 @@ import streamlit as st
 
 from headscope.engine.base.errors import HeadscopeError
 from headscope.studio.base import words
+from headscope.studio.data import prompts
+from headscope.studio.data.results import Run, metric_grid, worst_order
 from headscope.studio.ui import state
 from headscope.studio.ui.context import PageContext, RunContext
-from headscope.studio.work import prompts
-from headscope.studio.work.results import Run, metric_grid, worst_order
 
 
 def open_run(page: PageContext) -> RunContext | None:

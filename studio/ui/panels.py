@@ -12,10 +12,10 @@ from headscope.engine.loss.mass import MISSED_MASS_FLOOR
 from headscope.studio.base import words
 from headscope.studio.charts import charts
 from headscope.studio.charts.profile import profile_chart
+from headscope.studio.data.profiles import Profile
+from headscope.studio.data.results import HeadDetail
 from headscope.studio.ui import state, widgets
 from headscope.studio.ui.context import RunContext
-from headscope.studio.work.profiles import Profile
-from headscope.studio.work.results import HeadDetail
 
 LOOKS = ("missed places", "numbers and areas", "where the loss comes from", "columns and distances", "GQA group")
 

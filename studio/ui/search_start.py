@@ -11,9 +11,9 @@ from headscope.engine.model.packaged import PACKAGED
 from headscope.engine.search.grid import default_grid
 from headscope.engine.search.table import Target
 from headscope.studio.base import words
+from headscope.studio.data import prompts
 from headscope.studio.ui import state
 from headscope.studio.ui.context import PageContext
-from headscope.studio.work import prompts
 from headscope.studio.work import search as search_view
 from headscope.studio.work.search import SearchRequest
 
@@ -108,7 +108,7 @@ def bring(page: PageContext) -> None:
     if st.button("Take it in", key="search-bring", icon=":material/download_done:"):
         folder, target = Path(named.strip()).expanduser(), Target(max_missed=0.02)
         try:
-            page.view.search.chosen = search_view.take_in(page.lab, folder, target)
+            page.view.search.search_id = search_view.take_in(page.lab, folder, target)
             page.view.good_news = "The run's measurements are stored, and its winner at 2 % is a version."
         except HeadscopeError as error:
             page.view.notice = str(error)

@@ -8,9 +8,9 @@ import streamlit as st
 from headscope.engine.base.errors import HeadscopeError, PromptError
 from headscope.engine.model.packaged import PACKAGED
 from headscope.studio.base import words
+from headscope.studio.data import prompts
 from headscope.studio.ui import state, widgets
 from headscope.studio.ui.context import PageContext
-from headscope.studio.work import prompts
 from headscope.studio.work.estimates import estimate
 
 SOURCES = {"sample": "Sample", "paste": "Paste", "upload": "Upload"}

@@ -13,13 +13,13 @@ import streamlit as st
 
 from headscope.engine.base.errors import PromptError
 from headscope.studio.charts.theme import Theme, theme
+from headscope.studio.data import prompts
+from headscope.studio.data.results import Run
+from headscope.studio.lab.lab import Lab
+from headscope.studio.lab.shelf import Shelf
 from headscope.studio.store.places import default_path
 from headscope.studio.ui.context import PageContext
 from headscope.studio.ui.view import LINK, View, from_query, to_query
-from headscope.studio.work import prompts
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import Run
-from headscope.studio.work.shelf import Shelf
 
 T = TypeVar("T")
 

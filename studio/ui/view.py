@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headscope.engine.model.packaged import PACKAGED
-from headscope.studio.work import prompts
-from headscope.studio.work.results import METRICS, Run
+from headscope.studio.data import prompts
+from headscope.studio.data.results import METRICS, Run
 
 if TYPE_CHECKING:
     from headscope.engine.search.check import Expected
@@ -57,14 +57,14 @@ class CheckedChoice:
 
 @dataclass
 class SearchView:
-    """The search page's part of a view. `taken` is the last job whose result is here.
+    """The search page's part of a view. `search_id` is the one looked at, `taken` the last job whose result is here.
 
     `search` is the one that is open, `by_tiles` the same with tiles as the cost, `sweep` its curve with what it is of.
     """
 
     form: SearchForm = field(default_factory=SearchForm)
     target: TargetForm = field(default_factory=TargetForm)
-    chosen: str = ""
+    search_id: str = ""
     taken: str = ""
     search: StoredSearch | None = None
     by_tiles: StoredSearch | None = None

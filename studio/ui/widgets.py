@@ -17,9 +17,9 @@ import streamlit as st
 from headscope.engine.attend.estimator import Estimator
 from headscope.studio.base import words
 from headscope.studio.charts import charts
+from headscope.studio.lab.jobs import Job
 from headscope.studio.ui import state
 from headscope.studio.ui.context import PageContext, RunContext
-from headscope.studio.work.jobs import Job
 
 ICON = str(Path(__file__).parent / "assets" / "icon.png")
 

@@ -1,1 +1,1 @@
-"""What the studio does, free of streamlit: sessions' drafts, jobs on the device, measurements kept."""
+"""What a page has done, free of streamlit: comparisons, searches, exports, estimates."""

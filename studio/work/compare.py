@@ -19,11 +19,11 @@ from headscope.engine.runs.answer import Answer, answer, next_token_kl
 from headscope.engine.runs.capture import stream
 from headscope.kernels.cells.plan import TILES_VERSION
 from headscope.studio.base.errors import StoreError
-from headscope.studio.work import prompts
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.jobs import Context
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import Run
+from headscope.studio.data import prompts
+from headscope.studio.data.draft import Draft
+from headscope.studio.data.results import Run
+from headscope.studio.lab.jobs import Context
+from headscope.studio.lab.lab import Lab
 
 NEW_TOKENS = 48
 

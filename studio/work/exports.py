@@ -19,12 +19,12 @@ from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.loss.mass import MISSED_MASS_FLOOR
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.kernels.cells.plan import TILES_VERSION
+from headscope.studio.data import prompts
+from headscope.studio.data.draft import Draft, Grid
+from headscope.studio.data.results import Run
+from headscope.studio.lab.jobs import Context
+from headscope.studio.lab.lab import Lab
 from headscope.studio.store.rows import ConfigRow
-from headscope.studio.work import prompts
-from headscope.studio.work.draft import Draft, Grid
-from headscope.studio.work.jobs import Context
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import Run
 
 MOST_HEADS = 2**16
 """Heads that a config may have to be taken in: several times those of the largest models."""

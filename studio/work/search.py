@@ -41,14 +41,14 @@ from headscope.engine.search.run import choose, measure, read_run, summary, to_c
 from headscope.engine.search.source import ModelSource, encode_prompts
 from headscope.engine.search.table import Allocation, Prediction, Table, Target, allocate, fronts, predict
 from headscope.studio.base import words
+from headscope.studio.data import prompts as texts
+from headscope.studio.data.draft import Draft
+from headscope.studio.data.draft import Grid as Patterns
+from headscope.studio.lab.jobs import Context
+from headscope.studio.lab.lab import Lab
 from headscope.studio.store.places import data_dir
 from headscope.studio.store.rows import now
-from headscope.studio.work import prompts as texts
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.draft import Grid as Patterns
 from headscope.studio.work.exports import grid_of
-from headscope.studio.work.jobs import Context
-from headscope.studio.work.lab import Lab
 
 COLUMNS = {
     "mean": "missed_mass_mean",

@@ -89,9 +89,9 @@ def test_rows_say_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gate_refuses_a_wrong_result() -> None:
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
     with pytest.raises(HeadscopeError, match="not timed"):
-        gate("dense", (torch.zeros_like(q), torch.zeros(1, 2, 64)), q, k, v, 0.25, None)
+        gate("dense", (torch.zeros_like(q), torch.zeros(1, 2, 64)), LayerInputs(q, k, v, 0.25), None)
     with pytest.raises(HeadscopeError, match="not timed"):
-        gate("dense", (torch.full_like(q, torch.nan), torch.zeros(1, 2, 64)), q, k, v, 0.25, None)
+        gate("dense", (torch.full_like(q, torch.nan), torch.zeros(1, 2, 64)), LayerInputs(q, k, v, 0.25), None)
 
 
 def test_crossover() -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.attend.index import build_index
-from headscope.engine.base.errors import Cancelled, ConfigError, PromptError
+from headscope.engine.base import files
+from headscope.engine.base.errors import Cancelled, ConfigError, OptionError, PromptError
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.measure import measure_heads
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed, Fraction, VerticalSlash
@@ -25,13 +26,16 @@ from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import Grid, default_grid
 from headscope.engine.search.measure import (
     MIXED,
+    STATS,
     SearchError,
     SearchPrompt,
     Settings,
     prompt_path,
     read_prompt,
+    read_result,
     result_path,
 )
+from headscope.engine.search.ranks import Ranks
 from headscope.engine.search.table import Target
 from tests.helpers.planted import COLUMNS, DISTANCES, PlantedSource, planted_layer, planted_prompts
 
@@ -145,10 +149,11 @@ def test_cancel_stops_within_a_layer_and_the_run_goes_on_from_there(tmp_path: Pa
 KILLED = """
 import sys
 from pathlib import Path
-from tests.planted import PlantedSource, planted_prompts
-from tests.test_search import run
-from headscope.engine.search_table import Target
-found = run(Path(sys.argv[1]), PlantedSource(2), planted_prompts(2, 512), Target(max_missed=0.02))
+from tests.helpers.planted import PlantedSource, planted_prompts
+from tests.engine.test_search import run
+from headscope.engine.search.ranks import Ranks
+from headscope.engine.search.table import Target
+found = run(Path(sys.argv[1]), PlantedSource(2), planted_prompts(2, 512), Target(max_missed=0.02), ranks=Ranks.join())
 print(found.config.digest())
 """
 
@@ -200,6 +205,79 @@ def test_two_processes_give_the_digest_of_one(tmp_path: Path) -> None:
     # Two processes write to one pipe, so that a line break may come late.
     digests = re.findall(r"[0-9a-f]{64}", both.stdout)
     assert digests == [alone.stdout.strip()] * 2
+
+
+def test_a_search_that_is_not_asked_to_join_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_: pytest.fail("waits for other processes"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    found = run(tmp_path, PlantedSource(1), planted_prompts(1, 512), Target(max_missed=0.02))
+    assert len(found.table.prompts) == 1
+
+
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "abc"}, "RANK, MASTER_ADDR, MASTER_PORT"),
+        ({**TORCHRUN, "WORLD_SIZE": "abc"}, "WORLD_SIZE must be a number from 1 on, got 'abc'"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE must"),
+        ({**TORCHRUN, "WORLD_SIZE": "-3"}, "WORLD_SIZE must"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK must be a number from 0 to 1"),
+        ({**TORCHRUN, "RANK": "first"}, "RANK must"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT must"),
+    ],
+)
+def test_half_of_what_torchrun_says_is_refused(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_: pytest.fail("waits for other processes"))
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=words):
+        Ranks.join()
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0"}])
+def test_one_process_is_alone(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Ranks.join() == Ranks(0, 1)
+
+
+def test_results_beyond_the_limit_of_foreign_files_are_read_back(tmp_path: Path) -> None:
+    layers, heads, grid = 64, 128, default_grid()
+    wanted = Settings(tuple(range(layers)), grid, Estimator())
+    prompt = planted_prompts(1, 8)[0]
+    whole = {"worst_row", "requested_pairs", "computed_pairs", "tile_cells"}
+    shares = [(head + 1) / 777.7 for head in range(heads)]
+    numbers = [10**9 + head for head in range(heads)]
+    row = {"index_ms": 1.0, "kernel_ms": 2.0, "dense_ms": 3.0}
+    row |= {name: numbers if name in whole else shares for name in STATS}
+    layer = json.dumps({"dense_ms": 3.0, "rows": [row] * len(grid), "mixed": []})[1:]
+    head = {
+        "format": "headscope.search-result/1",
+        "prompt": prompt.to_dict(),
+        "candidates": files.plain(grid.to_list()),
+        "estimator": Estimator().to_dict(),
+        "prefill_ms": 1.0,
+    }
+    path = result_path(tmp_path, prompt)
+    path.parent.mkdir()
+    body = ",".join(f'{{"layer": {number}, {layer}' for number in range(layers))
+    path.write_text(json.dumps(head)[:-1] + f', "layers": [{body}]}}')
+    assert path.stat().st_size > files.LARGEST_FILE
+    result = read_result(path, wanted)
+    assert len(result.layers) == layers and result.layers[63]["rows"][-1]["p99"] == shares
 
 
 def test_disk_full_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

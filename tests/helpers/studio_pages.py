@@ -10,9 +10,9 @@ from streamlit.testing.v1 import AppTest
 
 from headscope.engine.base.places import ROOT
 from headscope.engine.model.load import LoadedModel
+from headscope.studio.data import prompts
+from headscope.studio.lab.lab import Lab
 from headscope.studio.ui.view import View
-from headscope.studio.work import prompts
-from headscope.studio.work.lab import Lab
 from tests.helpers.studio_toy import make_lab, toy
 
 SESSION = "abcdefghij"

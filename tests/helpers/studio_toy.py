@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headscope.engine.model.load import LoadedModel
+from headscope.studio.lab import models
+from headscope.studio.lab.lab import Lab
+from headscope.studio.lab.shelf import Shelf
 from headscope.studio.ui import state
-from headscope.studio.work import models
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.shelf import Shelf
 
 PIECE = 24
 """Characters a token, so that the sample prompts fit the toy's 512 positions."""

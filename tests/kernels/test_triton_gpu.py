@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headscope.engine.attend.estimator import Estimator
-from headscope.engine.bench.cases import clustered_layout, random_qkv
+from headscope.engine.bench.cases import clustered_layout, random_inputs
 from headscope.engine.bench.shapes import SHAPES
 from headscope.kernels.cells import membership, reference
 from headscope.kernels.cells.layout import Layout
@@ -112,7 +112,8 @@ def test_sampled_long_rows(length: int, impl: str) -> None:
     attention = importlib.import_module(f"headscope.kernels.{impl}.attention")
 
     shape = SHAPES["llama3-8b"]
-    q, k, v = random_qkv(shape, 1, length, torch.bfloat16, torch.device("cuda"))
+    inputs = random_inputs(shape, 1, length, torch.bfloat16, torch.device("cuda"))
+    q, k, v = inputs.q, inputs.k, inputs.v
     layout = clustered_layout(shape, 1, length, 1000, 6096, q.device)
     rows = torch.tensor([0, 63, 64, 1000, length // 3, length - 65, length - 1], device="cuda")
     columns = torch.arange(length, device="cuda")

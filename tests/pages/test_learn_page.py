@@ -15,10 +15,10 @@ from unittest.mock import ANY
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from headscope.studio.lab.jobs import Context, Worker
 from headscope.studio.lessons.contents import CHAPTERS
 from headscope.studio.lessons.maths import real_heads, tiles, time_split
 from headscope.studio.ui import state
-from headscope.studio.work.jobs import Context, Worker
 
 PAGE = Path(__file__).resolve().parents[2] / "pages" / "learn.py"
 

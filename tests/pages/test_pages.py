@@ -21,13 +21,14 @@ from headscope.studio.base import words
 from headscope.studio.charts import charts
 from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import LIGHT
+from headscope.studio.data import prompts
+from headscope.studio.data.draft import Draft
+from headscope.studio.data.results import HeadCase
+from headscope.studio.lab.drafts import start_grid
+from headscope.studio.lab.lab import Lab
 from headscope.studio.ui import panels
 from headscope.studio.ui.view import View
-from headscope.studio.work import exports, prompts
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.drafts import start_grid
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import HeadCase
+from headscope.studio.work import exports
 from tests.helpers import studio_pages
 from tests.helpers.studio_pages import SESSION, ok, page, run_now, shown, wait
 from tests.helpers.studio_toy import make_lab, toy

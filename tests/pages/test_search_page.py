@@ -19,10 +19,10 @@ from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import SAMPLING, default_grid
 from headscope.engine.search.table import Allocation, Target
 from headscope.studio.base import words
+from headscope.studio.data import prompts
+from headscope.studio.lab.lab import Lab
 from headscope.studio.ui.view import SearchForm, TargetForm, View
-from headscope.studio.work import prompts
 from headscope.studio.work import search as search_view
-from headscope.studio.work.lab import Lab
 from headscope.studio.work.search import SearchRequest
 from tests.helpers.studio_toy import make_lab, toy
 

@@ -8,10 +8,10 @@ import pytest
 
 from headscope.engine.patterns.families import AShape, Dense, VerticalSlash
 from headscope.studio.base import words
+from headscope.studio.data import editor
+from headscope.studio.data.results import worst_order
+from headscope.studio.lab.lab import Lab
 from headscope.studio.ui.view import View
-from headscope.studio.work import editor
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.results import worst_order
 from tests.helpers import studio_pages
 from tests.helpers.studio_pages import SESSION, ok, page, run_now, shown, wait
 

@@ -18,9 +18,9 @@ from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.overview import overview
 from headscope.studio.charts.profile import profile_chart
 from headscope.studio.charts.theme import DARK, GLYPHS, LIGHT, MARKS, theme
-from headscope.studio.work import editor
-from headscope.studio.work.maps import causal_pairs, edges, head_maps
-from headscope.studio.work.profiles import MOST_SPANS, Profile
+from headscope.studio.data import editor
+from headscope.studio.data.maps import causal_pairs, edges, head_maps
+from headscope.studio.data.profiles import MOST_SPANS, Profile
 
 LIMIT = 2 * 2**20
 

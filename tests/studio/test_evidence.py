@@ -8,10 +8,11 @@ from headscope.engine.config.evidence import Evidence, prompt_set, read_evidence
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.prompts.prompt import text_sha256
 from headscope.engine.runs.inspection import inspect_prompt, starting_config
+from headscope.studio.data import prompts
+from headscope.studio.data.draft import Draft
+from headscope.studio.data.results import Run
 from headscope.studio.store.store import RunRow, now
-from headscope.studio.work import exports, prompts
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.results import Run
+from headscope.studio.work import exports
 
 
 def test_a_draft_is_stored_with_the_engines_record(tiny_llama: LoadedModel) -> None:

@@ -10,8 +10,9 @@ import pytest
 from headscope.engine.patterns.families import FAMILIES, AShape, BlockSparse, Fixed, Fraction, Pattern, VerticalSlash
 from headscope.studio.base import words
 from headscope.studio.charts import charts
+from headscope.studio.charts.overview import overview as draw_overview
 from headscope.studio.charts.theme import DARK, GLYPHS, LIGHT, MARKS, Theme
-from headscope.studio.work import editor
+from headscope.studio.data import editor
 from tests.engine.test_families import EVERY
 from tests.studio.test_charts import contrast
 
@@ -108,5 +109,5 @@ def test_a_sweep_and_its_chart_hold_every_family_that_a_person_may_choose() -> N
     drawn = charts.trade_off(points, words.label(swept[0]), False, LIGHT)
     assert {trace.name for trace in drawn.data} >= set(editor.KINDS[1:])
     grid = [list(FAMILIES)]
-    overview = charts.overview(np.zeros((1, len(FAMILIES))), grid, grid, (0, 0), set(), "missed mass, mean", LIGHT)
+    overview = draw_overview(np.zeros((1, len(FAMILIES))), grid, grid, (0, 0), set(), "missed mass, mean", LIGHT)
     assert {trace.name for trace in overview.data} >= set(FAMILIES)

@@ -11,8 +11,8 @@ import pytest
 
 from headscope.engine.base.errors import HeadscopeError, PromptError
 from headscope.studio.base.errors import Busy
-from headscope.studio.work import jobs
-from headscope.studio.work.jobs import Context, Worker, sentence
+from headscope.studio.lab import jobs
+from headscope.studio.lab.jobs import Context, Worker, sentence
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from headscope.engine.base.errors import ConfigError, ModelError
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss import mass, measure
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, VerticalSlash
-from headscope.studio.work import exports, measurements, models, runs
-from headscope.studio.work.lab import Lab
-from headscope.studio.work.profiles import head_profiles, kept_lines
-from headscope.studio.work.results import HeadCase
+from headscope.studio.data.profiles import head_profiles, kept_lines
+from headscope.studio.data.results import HeadCase
+from headscope.studio.lab import measurements, models, runs
+from headscope.studio.lab.lab import Lab
+from headscope.studio.work import exports
 from tests.helpers import studio_pages
 from tests.helpers.studio_pages import SESSION, ok, page, run_now, shown
 
@@ -69,7 +70,7 @@ def test_two_sessions_that_open_a_run_load_its_model_once(lab: Lab, monkeypatch:
 
 
 def test_stored_times_leave_out_other_sessions_short_calls(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    pause, real, calls = 0.4, runs.measure_heads, list[threading.Thread]()
+    pause, real, calls = 0.4, runs.measure_patterns, list[threading.Thread]()
 
     def measured(*given: Any, **named: Any) -> Any:
         """While a layer is measured, somebody else asks for something slow, which is served before the next one."""
@@ -81,7 +82,7 @@ def test_stored_times_leave_out_other_sessions_short_calls(lab: Lab, monkeypatch
         return real(*given, **named)
 
     lab.models.load("smollm2")
-    monkeypatch.setattr(runs, "measure_heads", measured)
+    monkeypatch.setattr(runs, "measure_patterns", measured)
     began = time.perf_counter()
     row = lab.store.run(run_now(lab))
     assert time.perf_counter() - began > 3 * pause

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headscope.studio.base.errors import Busy
-from headscope.studio.work.memo import Memo
+from headscope.studio.lab.memo import Memo
 
 
 def test_threads_that_ask_at_once_have_it_made_once() -> None:

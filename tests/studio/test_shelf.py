@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import CaptureError
 from headscope.engine.runs.capture import Capture
-from headscope.studio.work import shelf as shelf_module
-from headscope.studio.work.shelf import Shelf, default_budget
+from headscope.studio.lab import shelf as shelf_module
+from headscope.studio.lab.shelf import Shelf, default_budget
 
 TOKENS = 64
 
@@ -20,8 +21,8 @@ TOKENS = 64
 def capture(seed: int = 0) -> Capture:
     torch.manual_seed(seed)
     made = Capture(torch.arange(TOKENS)[None], None, "toy", "f" * 64)
-    parts = tuple(torch.randn(1, heads, TOKENS, 16) for heads in (4, 2, 2))
-    made._put(0, parts, 0.25, {"host": 2**30})
+    q, k, v = (torch.randn(1, heads, TOKENS, 16) for heads in (4, 2, 2))
+    made._put(0, LayerInputs(q, k, v, 0.25), {"host": 2**30})
     return made
 
 
@@ -65,7 +66,7 @@ def test_the_one_not_used_for_longest_goes_and_never_one_in_use(tmp_path: Path) 
     shelf.touch("a")
     assert shelf.put("d", capture(9), SIZE, in_use=("b",))
     assert [shelf.has(name) for name in "abcd"] == [True, True, False, True]
-    assert shelf.load("b").layer(0)[0].shape == (1, 4, TOKENS, 16)
+    assert shelf.load("b").layer(0).q.shape == (1, 4, TOKENS, 16)
     assert not shelf.put("e", capture(9), 3 * SIZE, in_use=("a", "b", "d"))
     assert [shelf.has(name) for name in "abde"] == [True, True, True, False]
 

@@ -22,13 +22,13 @@ from headscope.engine.attend.estimator import Estimator
 from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, VerticalSlash
 from headscope.studio.base.errors import StoreCorrupt, StoreError, StoreLocked, StoreReadOnly, StoreTooNew
+from headscope.studio.data.draft import uniform
+from headscope.studio.lab.database import Database
+from headscope.studio.lab.drafts import Drafts
 from headscope.studio.store import opening
 from headscope.studio.store.migrations import MIGRATIONS, VERSION
 from headscope.studio.store.rows import ConfigRow, DraftRow, RunRow, new_id, now
 from headscope.studio.store.store import Store
-from headscope.studio.work.database import Database
-from headscope.studio.work.draft import uniform
-from headscope.studio.work.drafts import Drafts
 
 LAYERS, HEADS = 6, 4
 

@@ -15,6 +15,8 @@ from headscope.studio.base.words import percent
 from headscope.studio.charts import charts
 from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import GLYPHS, Theme
+from headscope.studio.data.maps import HeadMaps
+from headscope.studio.lab.jobs import Context
 from headscope.studio.lessons import figures, measuring, parts
 from headscope.studio.lessons.maths import real_heads as maths
 from headscope.studio.lessons.maths.find_heads import FAMILIES
@@ -26,8 +28,6 @@ from headscope.studio.lessons.maths.real_heads import (
     sentence,
 )
 from headscope.studio.ui import state
-from headscope.studio.work.jobs import Context
-from headscope.studio.work.maps import HeadMaps
 
 ROLES = {
     "a-shape": "clearest A-shape",

@@ -11,7 +11,7 @@ from headscope.studio.charts import charts
 from headscope.studio.charts.theme import Theme
 from headscope.studio.lessons import figures, measuring, parts
 from headscope.studio.lessons.figures import Kind
-from headscope.studio.lessons.maths.tiles import SPREADS, TIMED_N, WIDTHS, N, TileLesson, Timing, lesson, measure
+from headscope.studio.lessons.maths.tiles import SPREADS, TIMED_N, WIDTHS, N, TileLesson, TimedWidth, lesson, measure
 
 
 def names(theme: Theme) -> tuple[Kind, ...]:
@@ -60,7 +60,7 @@ def draw_growth(series: dict[str, list[TileLesson]], theme: Theme) -> go.Figure:
     )
 
 
-def draw_times(found: list[Timing], theme: Theme) -> go.Figure:
+def draw_times(found: list[TimedWidth], theme: Theme) -> go.Figure:
     """Measured time of each width."""
     figure = go.Figure(
         go.Bar(
@@ -149,7 +149,7 @@ def _times(theme: Theme) -> None:
         "What costs time is the number of pieces to fetch. Measure it:"
     )
     working = measuring.under_way("tiles")
-    found: list[Timing] | None = measuring.results("tiles").get(None)
+    found: list[TimedWidth] | None = measuring.results("tiles").get(None)
     if not working:
         measuring.button("tiles", "Time four tile widths here", "Timing tiles", measure, icon=":material/timer:")
     if found is None:

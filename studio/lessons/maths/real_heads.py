@@ -14,10 +14,10 @@ from headscope.engine.model.load import LoadedModel
 from headscope.engine.model.packaged import PACKAGED, cache_dir
 from headscope.engine.runs import capture
 from headscope.studio.base.words import percent
+from headscope.studio.data.maps import HeadMaps, head_maps
+from headscope.studio.lab.jobs import Context
 from headscope.studio.lessons.maths import find_heads
 from headscope.studio.lessons.maths.find_heads import FAMILIES, Trial
-from headscope.studio.work.jobs import Context
-from headscope.studio.work.maps import HeadMaps, head_maps
 
 CELLS = 64
 

@@ -12,8 +12,8 @@ import torch
 from headscope.engine import VerticalSlash, build_index, dense_attention, sparse_attention
 from headscope.engine.loss import mass
 from headscope.engine.loss.measure import timed
+from headscope.studio.lab.jobs import Context
 from headscope.studio.lessons.maths import toy
-from headscope.studio.work.jobs import Context
 
 N = 58
 
@@ -48,7 +48,7 @@ class TileLesson:
 
 
 @dataclass(frozen=True)
-class Timing:
+class TimedWidth:
     """One width, measured: the sparse attention alone, median of three."""
 
     width: int
@@ -93,7 +93,7 @@ def lesson(spread: str, width: int) -> TileLesson:
     )
 
 
-def measure(context: Context) -> list[Timing]:
+def measure(context: Context) -> list[TimedWidth]:
     """Times the sparse attention of one longer head at each of `TIMED_WIDTHS`. On the worker's thread."""
     chance = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 1, TIMED_N, 64, generator=chance) for _ in range(3))
@@ -104,7 +104,7 @@ def measure(context: Context) -> list[Timing]:
         sparse_attention(q, k, v, index)
         times = [timed(partial(sparse_attention, q, k, v, index), q.device)[1] for _ in range(3)]
         found.append(
-            Timing(
+            TimedWidth(
                 width,
                 int(index.requested_pairs()),
                 int(index.computed_pairs()),

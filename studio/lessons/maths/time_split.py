@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from headscope.engine import VerticalSlash, measure_heads
-from headscope.studio.work.jobs import Context
+from headscope.studio.lab.jobs import Context
 
 HEADS, HEAD_DIM = 3, 64
 LENGTHS = (512, 1024, 2048)

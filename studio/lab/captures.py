@@ -8,9 +8,9 @@ from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import CaptureError
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.runs.capture import Capture
-from headscope.studio.work.memo import Memo
-from headscope.studio.work.results import Run
-from headscope.studio.work.shelf import Shelf
+from headscope.studio.data.results import Run
+from headscope.studio.lab.memo import Memo
+from headscope.studio.lab.shelf import Shelf
 
 IN_MEMORY = 2
 

@@ -13,9 +13,9 @@ from headscope.engine.config.facts import ModelFacts
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.engine.patterns import families as patterns
 from headscope.engine.patterns.families import Pattern
+from headscope.studio.data.draft import pattern_key
+from headscope.studio.data.maps import HeadMaps
 from headscope.studio.store.rows import RunRow
-from headscope.studio.work.draft import pattern_key
-from headscope.studio.work.maps import HeadMaps
 
 METRICS: dict[str, str] = {
     "missed_mass_mean": "missed mass, mean",

@@ -23,14 +23,14 @@ from headscope.engine.loss.oracle import LossSplit, loss_split
 from headscope.engine.patterns.families import Pattern
 from headscope.studio.base import words
 from headscope.studio.base.errors import StoreError
-from headscope.studio.work.captures import Captures
-from headscope.studio.work.database import Database
-from headscope.studio.work.draft import Grid
-from headscope.studio.work.jobs import Context, Worker
-from headscope.studio.work.maps import dense_sums, grid_edges, head_maps
-from headscope.studio.work.memo import Memo
-from headscope.studio.work.profiles import Profiles, head_profiles
-from headscope.studio.work.results import HeadCase, HeadDetail, Run, measurement_from_dict, measurement_key
+from headscope.studio.data.draft import Grid
+from headscope.studio.data.maps import dense_sums, grid_edges, head_maps
+from headscope.studio.data.profiles import Profiles, head_profiles
+from headscope.studio.data.results import HeadCase, HeadDetail, Run, measurement_from_dict, measurement_key
+from headscope.studio.lab.captures import Captures
+from headscope.studio.lab.database import Database
+from headscope.studio.lab.jobs import Context, Worker
+from headscope.studio.lab.memo import Memo
 
 QUICK_HEADS = 16
 """Up to so many heads are measured while a page waits; more become a job with progress."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.runs.inspection import starting_config
 from headscope.studio.base.errors import StoreError
-from headscope.studio.work.database import Database
-from headscope.studio.work.draft import Draft, Edit, Grid
-from headscope.studio.work.memo import Memo
+from headscope.studio.data.draft import Draft, Edit, Grid
+from headscope.studio.lab.database import Database
+from headscope.studio.lab.memo import Memo
 
 DRAFTS = 256
 

@@ -13,17 +13,17 @@ from headscope.engine.model.load import LoadedModel
 from headscope.engine.runs.capture import Capture, capture
 from headscope.kernels.cells.plan import TILES_VERSION
 from headscope.studio.base.errors import StoreError
+from headscope.studio.data import prompts
+from headscope.studio.data.draft import Draft
+from headscope.studio.data.results import Run
+from headscope.studio.lab.captures import Captures, capture_bytes
+from headscope.studio.lab.database import Database
+from headscope.studio.lab.jobs import Context, Worker
+from headscope.studio.lab.measurements import Measurements, bodies
+from headscope.studio.lab.memo import Memo
+from headscope.studio.lab.models import Models
 from headscope.studio.store.rows import RunRow, new_id, now
 from headscope.studio.store.store import Store
-from headscope.studio.work import prompts
-from headscope.studio.work.captures import Captures, capture_bytes
-from headscope.studio.work.database import Database
-from headscope.studio.work.draft import Draft
-from headscope.studio.work.jobs import Context, Worker
-from headscope.studio.work.measurements import Measurements, bodies
-from headscope.studio.work.memo import Memo
-from headscope.studio.work.models import Models
-from headscope.studio.work.results import Run
 
 RUNS = 16
 OPEN_S = 120.0

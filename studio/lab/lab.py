@@ -9,15 +9,15 @@ import atexit
 import weakref
 from pathlib import Path
 
+from headscope.studio.lab.captures import Captures
+from headscope.studio.lab.database import Database
+from headscope.studio.lab.drafts import Drafts
+from headscope.studio.lab.jobs import Worker
+from headscope.studio.lab.measurements import Measurements
+from headscope.studio.lab.models import Models
+from headscope.studio.lab.runs import Runs
+from headscope.studio.lab.shelf import Shelf
 from headscope.studio.store.store import Store
-from headscope.studio.work.captures import Captures
-from headscope.studio.work.database import Database
-from headscope.studio.work.drafts import Drafts
-from headscope.studio.work.jobs import Worker
-from headscope.studio.work.measurements import Measurements
-from headscope.studio.work.models import Models
-from headscope.studio.work.runs import Runs
-from headscope.studio.work.shelf import Shelf
 
 
 class Lab:

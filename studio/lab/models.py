@@ -7,8 +7,8 @@ import threading
 from headscope.engine.base.errors import HeadscopeError
 from headscope.engine.model.load import LoadedModel, load_model
 from headscope.engine.model.packaged import PACKAGED, cache_dir
-from headscope.studio.work.jobs import Context, Worker
-from headscope.studio.work.memo import Memo
+from headscope.studio.lab.jobs import Context, Worker
+from headscope.studio.lab.memo import Memo
 
 MODELS = 2
 WARM_S = 300.0

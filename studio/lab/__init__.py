@@ -1,0 +1,1 @@
+"""What one process holds for all sessions: the device and its worker, models, captures, runs, measurements, drafts."""
