@@ -140,6 +140,11 @@ def run(
     return Report(machine(device), shape_name, kind, tuple(rows), tuple(planted), *below)
 
 
+def a_few(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """At most four of the layers, evenly spread from first to last."""
+    return layers if len(layers) <= 4 else tuple(layers[round(part * (len(layers) - 1) / 3)] for part in range(4))
+
+
 def run_captures(
     loaded: LoadedModel,
     input_ids: torch.Tensor,
@@ -162,9 +167,9 @@ def run_captures(
     wanted = tuple(lengths or (ids.shape[1],))
     if max(wanted) > ids.shape[1]:
         raise OptionError(f"--lengths asks for {max(wanted)} tokens and the prompt has {ids.shape[1]}")
-    chosen = chosen_layers(loaded.facts, layers)
-    if layers is None and len(chosen) > 4:
-        chosen = tuple(chosen[round(part * (len(chosen) - 1) / 3)] for part in range(4))
+    timed_layers = chosen_layers(loaded.facts, layers)
+    if layers is None:
+        timed_layers = a_few(timed_layers)
     check_impl(impl, loaded.facts.head_dim, loaded.dtype, loaded.device)
     rows: list[Row] = []
     for length in wanted:
@@ -175,7 +180,7 @@ def run_captures(
             rows.extend(layer.rows(cases, flex=flex))
 
         try:
-            stream(loaded, ids[:, :length], visit, layers=chosen, logits=False)
+            stream(loaded, ids[:, :length], visit, layers=timed_layers, logits=False)
         except torch.OutOfMemoryError as problem:
             rows.append(_out_of_memory(length, 1, impl, problem))
             if loaded.device.type == "cuda":
