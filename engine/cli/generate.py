@@ -16,7 +16,7 @@ from headscope.engine.cli.options import (
     Force,
     Json,
     Model,
-    Prompt,
+    PromptSource,
     Template,
     load,
     read_config,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def generate(
     model: Model,
-    prompt: Prompt,
+    prompt: PromptSource,
     config: Annotated[
         Path | None, typer.Option("--config", help="A head config or a config set; otherwise a sensible start.")
     ] = None,

@@ -16,7 +16,7 @@ from headscope.engine.cli.options import (
     Force,
     Json,
     Model,
-    Prompt,
+    PromptSource,
     Template,
     load,
     parse_layers,
@@ -28,7 +28,7 @@ from headscope.engine.cli.output import bar, note
 
 def inspect(
     model: Model,
-    prompt: Prompt,
+    prompt: PromptSource,
     config: Annotated[
         Path | None, typer.Option("--config", help="The head config to measure; otherwise a sensible start.")
     ] = None,

@@ -14,7 +14,7 @@ Time = Annotated[float, Field(gt=0, lt=1e12)]
 """Milliseconds that something is divided by."""
 
 
-class Prompt(OpenRecord):
+class PromptFacts(OpenRecord):
     """`measure.SearchPrompt.to_dict`."""
 
     name: str
@@ -28,7 +28,7 @@ class Prompt(OpenRecord):
 class PromptFile(OpenRecord):
     """`measure.keep_prompt`."""
 
-    prompt: Prompt
+    prompt: PromptFacts
     ids: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
@@ -73,7 +73,7 @@ class Layer(OpenRecord):
 class Result(OpenRecord):
     """A result file; its layers are checked one by one."""
 
-    prompt: Prompt
+    prompt: PromptFacts
     candidates: list[Any]
     estimator: dict[str, Any]
     prefill_ms: Milliseconds

@@ -61,8 +61,8 @@ def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
     loaded = lab.models.load(run.row.model, context)
     ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
-    grid, estimator = draft.patterns, draft.estimator
-    heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
+    patterns, estimator = draft.patterns, draft.estimator
+    heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in patterns)
     config = HeadConfig(run.facts.to_dict(), {}, TILES_VERSION, estimator, heads)
     layers = run.facts.layers
     room = (run.facts.max_position or 2**30) - ids.shape[1]
@@ -88,7 +88,7 @@ def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
 
     def visit(layer: int, inputs: LayerInputs) -> None:
         context.step(2 * layers + layer, 3 * layers, f"Measuring in place: layer {layer + 1} of {layers}")
-        result = measure.measure_patterns(inputs, grid[layer], layer=layer, estimator=estimator)
+        result = measure.measure_patterns(inputs, patterns[layer], layer=layer, estimator=estimator)
         found[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
 
     stream(loaded, ids, visit, config=config, cancel=lambda: context.cancelled, logits=False)

@@ -20,7 +20,7 @@ from headscope.engine.loss.mass import MISSED_MASS_FLOOR
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.kernels.cells.plan import TILES_VERSION
 from headscope.studio.data import prompts
-from headscope.studio.data.draft import Draft, Grid
+from headscope.studio.data.draft import Draft, HeadPatterns
 from headscope.studio.data.results import Run
 from headscope.studio.lab.jobs import Context
 from headscope.studio.lab.lab import Lab
@@ -97,7 +97,7 @@ def provenance(run: Run, draft: Draft) -> dict[str, Any]:
     )
 
 
-def grid_of(config: HeadConfig) -> Grid:
+def patterns_of(config: HeadConfig) -> HeadPatterns:
     """A config's patterns."""
     return tuple(config.patterns(layer) for layer in range(len(config.heads)))
 

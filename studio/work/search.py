@@ -43,12 +43,11 @@ from headscope.engine.search.table import Allocation, Prediction, Table, Target,
 from headscope.studio.base import words
 from headscope.studio.data import prompts as texts
 from headscope.studio.data.draft import Draft
-from headscope.studio.data.draft import Grid as Patterns
 from headscope.studio.lab.jobs import Context
 from headscope.studio.lab.lab import Lab
 from headscope.studio.store.places import data_dir
 from headscope.studio.store.rows import now
-from headscope.studio.work.exports import grid_of
+from headscope.studio.work.exports import patterns_of
 
 COLUMNS = {
     "mean": "missed_mass_mean",
@@ -300,11 +299,11 @@ def expected(search: StoredSearch, allocation: Allocation) -> Expected:
 
 def to_draft(lab: Lab, draft: Draft, config: HeadConfig, label: str) -> Draft:
     """The draft standing on the choice and its estimator; one undoable step. HeadscopeError if shapes differ."""
-    grid: Patterns = grid_of(config)
-    if [len(row) for row in grid] != [len(row) for row in draft.patterns]:
+    patterns = patterns_of(config)
+    if [len(row) for row in patterns] != [len(row) for row in draft.patterns]:
         raise HeadscopeError("The draft is for a model of another shape: open a run of the searched model first.")
     newest = lab.drafts.newest(draft)
-    return lab.drafts.keep(newest.onto(label, None, grid, config.estimator))
+    return lab.drafts.keep(newest.onto(label, None, patterns, config.estimator))
 
 
 def sweep(search: StoredSearch, limits: tuple[float, ...]) -> list[dict[str, float]]:
