@@ -134,15 +134,15 @@ def winner(
         timed = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, 5)
         measured += timed.index_ms + timed.kernel_ms if allocation.picked[at].any() else timed.dense_ms
         dense += timed.dense_ms
-    said = allocation.prediction
+    predicted = allocation.prediction
     return {
         "target": target.to_dict(),
-        "predicted_ms": said.attention_ms,
-        "predicted_dense_ms": said.dense_attention_ms,
+        "predicted_ms": predicted.attention_ms,
+        "predicted_dense_ms": predicted.dense_attention_ms,
         "measured_ms": measured,
         "dense_ms": dense,
-        "missed_mass_mean": said.loss_mean,
-        "missed_mass_worst_head": said.loss_worst,
-        "computed_density": said.computed_pairs / said.causal_pairs,
+        "missed_mass_mean": predicted.loss_mean,
+        "missed_mass_worst_head": predicted.loss_worst,
+        "computed_density": predicted.computed_pairs / predicted.causal_pairs,
         "stayed_dense": len(allocation.stayed_dense),
     }

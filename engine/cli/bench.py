@@ -205,7 +205,7 @@ def _check_sources(
 
 def _captured(
     model: str,
-    given: Prompt,
+    text: Prompt,
     layers: tuple[int, ...] | None,
     lengths: list[int] | None,
     dtype: torch.dtype | None,
@@ -219,8 +219,8 @@ def _captured(
 
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, progress=progress)
-    ids = encode(loaded, given.text, template=False).ids
-    facts = prompt_record(given.name, given.kind, given.sha256, int(ids.shape[1]), False)
+    ids = encode(loaded, text.text, template=False).ids
+    facts = prompt_record(text.name, text.kind, text.sha256, int(ids.shape[1]), False)
     with steps("timing") as note:
         return run_captures(loaded, ids, lengths=lengths, layers=layers, prompt=facts, progress=note, **options)
 

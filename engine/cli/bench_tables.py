@@ -34,15 +34,10 @@ def kernel_table(report: Report, width: int = 130) -> Table:
     notes = ["impl, spread, TF/s and error: in a terminal of 118 columns, or with --json"] if narrow else []
     if any(row.index == FIXED for row in report.rows):
         notes.append("* on a fixed clustered index; the index time is that of building one of the same budget")
-    table = Table(
+    table = _titled(
         title=f"{report.shape}, {report.dtype}; baseline {baseline}; {where}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        caption_justify="left",
+        narrow=narrow,
         caption="\n".join(notes) or None,
-        padding=(0, 0, 0, 1) if narrow else (0, 1),
     )
     headers = (
         "tokens",
@@ -95,13 +90,9 @@ def prefill_table(report: PrefillReport, width: int = 130) -> Table:
     """Whole prefills, one setting a row: the parts of eq. 13 in seconds."""
     narrow = width < 118
     where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    table = Table(
+    table = _titled(
         title=f"whole prefill, {report.model}, {report.dtype}, random weights; {where}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 0, 0, 1) if narrow else (0, 1),
+        narrow=narrow,
     )
     headers = (
         "tokens",
@@ -142,12 +133,8 @@ def sampling_table(points: Sequence[SamplingPoint], totals: Sequence[Total]) -> 
     """One row an estimator: captured mass and that of worst rows at every share of the cells, and its index time."""
     shares = sorted({point.share for point in points})
     whole = {total.estimator: total for total in totals}
-    table = Table(
+    table = _titled(
         title="captured mass, and the mean of heads' worst rows, at equal requested cells",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
     )
     table.add_column("estimator")
     for name in (
@@ -182,13 +169,9 @@ def _estimator(estimator: Estimator) -> str:
 
 def rate_table(report: dict[str, Any]) -> Table:
     """The winners of a timed search: what the cost model said of each, and what it took."""
-    table = Table(
+    table = _titled(
         title=f"{report['shape']}, {report['tokens']} tokens, {report['candidates']} candidates, {report['impl']}: "
         f"{report['heads_per_second']:.2f} heads a second",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
     )
     table.add_column("target")
     for name in ("missed", "density", "predicted\nms", "measured\nms", "dense\nms"):
@@ -203,6 +186,19 @@ def rate_table(report: dict[str, Any]) -> Table:
             *(f"{winner[name]:.2f}" for name in ("predicted_ms", "measured_ms", "dense_ms")),
         )
     return table
+
+
+def _titled(title: str, narrow: bool = False, caption: str | None = None) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        caption=caption,
+        caption_justify="left",
+        padding=(0, 0, 0, 1) if narrow else (0, 1),
+    )
 
 
 def _number(value: float | None, form: str) -> str:

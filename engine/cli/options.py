@@ -106,13 +106,13 @@ def load(
     model: str, prompt: str, template: bool | None, device: str | None, dtype: str | None
 ) -> tuple[LoadedModel, Prompt, Encoded]:
     """Model, prompt, and the prompt as the model reads it. The prompt is read before the model is loaded."""
-    given = read_given(prompt)
+    text = read_given(prompt)
     with nothing_begun():
         from headscope.engine.model.load import load_model
         from headscope.engine.prompts.tokens import encode
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-    return loaded, given, encode(loaded, given.text, template)
+    return loaded, text, encode(loaded, text.text, template)
 
 
 def read_config(path: Path) -> HeadConfig | ConfigSet:
@@ -133,11 +133,11 @@ def told_lengths(config: HeadConfig | None, lengths: Sequence[int]) -> Iterator[
     from headscope.engine.config.warnings import CalibrationWarning
 
     ends = (min(lengths), max(lengths))
-    said = [] if config is None else list(dict.fromkeys(text for end in ends for text in config.warnings(end)))
-    for text in said:
+    warned = [] if config is None else list(dict.fromkeys(text for end in ends for text in config.warnings(end)))
+    for text in warned:
         note(f"Warning: {text}")
     with warnings.catch_warnings(action="ignore", category=CalibrationWarning):
-        yield said
+        yield warned
 
 
 def run_facts(loaded: LoadedModel, prompt: dict[str, Any]) -> dict[str, Any]:

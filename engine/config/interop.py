@@ -21,8 +21,6 @@ from headscope.engine.patterns import foreign
 from headscope.engine.patterns.families import FAMILIES, LARGEST_BUDGET, Pattern
 from headscope.kernels.cells.plan import TILES_VERSION
 
-FORMATS = ("headscope", "minference", "sglang")
-
 ForeignEntry = list[Any]
 
 
@@ -104,10 +102,10 @@ def export_foreign(config: HeadConfig, target: str, lossy: bool = False) -> Expo
 def _places(heads: dict[int, list[int]]) -> str:
     """`layer 0 heads 3, 5; layer 2 head 1`, every head of up to 12 layers by number."""
     texts = [
-        f"layer {layer} head{'s' if len(found) > 1 else ''} {files.listing(found, 64)}"
-        for layer, found in heads.items()
+        f"layer {layer} head{'s' if len(entries) > 1 else ''} {files.listing(entries, 64)}"
+        for layer, entries in heads.items()
     ]
-    rest = sum(len(found) for found in list(heads.values())[12:])
+    rest = sum(len(entries) for entries in list(heads.values())[12:])
     return "; ".join(texts[:12]) + (f"; {rest} more heads in later layers" if rest else "")
 
 

@@ -173,9 +173,9 @@ def _watched(
 
 def _stop_tokens(loaded: LoadedModel) -> set[int]:
     settings = getattr(loaded.model, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    if found is None:
-        found = getattr(loaded.model.config, "eos_token_id", None)
-    if found is None:
+    stops = getattr(settings, "eos_token_id", None)
+    if stops is None:
+        stops = getattr(loaded.model.config, "eos_token_id", None)
+    if stops is None:
         return set()
-    return set(found) if isinstance(found, (list, tuple)) else {int(found)}
+    return set(stops) if isinstance(stops, (list, tuple)) else {int(stops)}

@@ -219,15 +219,15 @@ def _measure_prompt(
     source: Source, prompt: SearchPrompt, settings: Settings, folder: Path, clock: _Clock, cancel: Cancel | None
 ) -> None:
     parts = folder / "parts" / prompt.key
-    held = {layer for layer in settings.layers if (parts / _part(layer)).exists()}
-    left = [layer for layer in settings.layers if layer not in held]
-    clock.skip(len(held) * (len(settings.grid) + MIXED))
+    measured = {layer for layer in settings.layers if (parts / _part(layer)).exists()}
+    left = [layer for layer in settings.layers if layer not in measured]
+    clock.skip(len(measured) * (len(settings.grid) + MIXED))
     if left:
         _check(cancel)
 
         def visit(layer: int, inputs: LayerInputs) -> None:
-            found = measure_layer(inputs, layer, prompt, settings, clock.tick, cancel)
-            files.write_atomic(parts / _part(layer), files.one_line(found) + "\n", SearchError)
+            result = measure_layer(inputs, layer, prompt, settings, clock.tick, cancel)
+            files.write_atomic(parts / _part(layer), files.one_line(result) + "\n", SearchError)
 
         source.stream(prompt, visit, left, cancel)
     _check(cancel)
@@ -268,26 +268,28 @@ def measure_layer(
     passes, rows = [dense.ms], []
     for pattern in settings.grid.candidates:
         _check(cancel)
-        found = measure_patterns(
+        measured = measure_patterns(
             inputs, [pattern] * heads, estimator=settings.estimator, impl=settings.impl, dense=dense
         )
         passes.append(dense_pass(inputs, settings.impl).ms)
         beside = (passes[-2] + passes[-1]) / 2
-        rows.append({"index_ms": found.index_ms, "kernel_ms": found.kernel_ms, "dense_ms": beside} | _stats(found))
+        rows.append(
+            {"index_ms": measured.index_ms, "kernel_ms": measured.kernel_ms, "dense_ms": beside} | _stats(measured)
+        )
         tick(words)
     mixed = []
     for picked in _mixes(settings.grid, rows, heads, f"{prompt.key} {layer}"):
         _check(cancel)
         patterns = [settings.grid.candidates[number] for number in picked]
-        taken = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, TURNS)
-        passes.append(taken.dense_ms)
-        mixed.append({"picked": picked} | asdict(taken))
+        times = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, TURNS)
+        passes.append(times.dense_ms)
+        mixed.append({"picked": picked} | asdict(times))
         tick(words)
     return {
         "layer": layer,
         "dense_ms": min(passes),
-        "impl": found.impl,
-        "device": found.device,
+        "impl": measured.impl,
+        "device": measured.device,
         "rows": rows,
         "mixed": mixed,
     }
@@ -330,8 +332,8 @@ def _mixes(grid: Grid, rows: Sequence[dict[str, Any]], heads: int, seed: str) ->
     families = sorted({pattern.kind for pattern in grid.candidates[1:]})
     mixes = []
     for number in range(MIXED):
-        chosen = rng.sample(families, rng.randint(1, len(families)))
-        allowed = [at for at, pattern in enumerate(grid.candidates) if pattern.kind in chosen]
+        mixed = rng.sample(families, rng.randint(1, len(families)))
+        allowed = [at for at, pattern in enumerate(grid.candidates) if pattern.kind in mixed]
         limit = rng.choice(LIMITS)
         taking_part = set(rng.sample(range(heads), rng.randint(1, heads)))
         picked = [0] * heads
@@ -346,9 +348,9 @@ def _mixes(grid: Grid, rows: Sequence[dict[str, Any]], heads: int, seed: str) ->
     return mixes
 
 
-def _stats(found: LayerMeasurement) -> dict[str, list[Any]]:
+def _stats(measured: LayerMeasurement) -> dict[str, list[Any]]:
     table: dict[str, list[Any]] = {name: [] for name in STATS}
-    for head in found.heads:
+    for head in measured.heads:
         start, middle, end = head.missed_mass_thirds
         values = (
             head.missed_mass_mean,
@@ -426,11 +428,11 @@ def check_alike(results: Sequence[PromptResult], folder: Path) -> None:
 
 def read_results(folder: Path, prompts: Iterable[SearchPrompt], settings: Settings) -> tuple[PromptResult, ...]:
     """The results of all prompts, sorted by their hash, so that neither order nor process count matters."""
-    found = []
+    results = []
     for prompt in sorted(prompts, key=lambda prompt: prompt.key):
         path = result_path(folder, prompt)
         if not path.exists():
             raise PromptError(f"The prompt {prompt.name} has no result in {folder}: run the search again.")
-        found.append(read_result(path, settings))
-    check_alike(found, folder)
-    return tuple(found)
+        results.append(read_result(path, settings))
+    check_alike(results, folder)
+    return tuple(results)

@@ -310,14 +310,14 @@ def sweep(search: StoredSearch, limits: tuple[float, ...]) -> list[dict[str, flo
     """Cost and loss at each largest missed mass: the curve that the slider runs along."""
     rows = []
     for limit in limits:
-        said = search.allocate(Target(max_missed=limit)).prediction
+        predicted = search.allocate(Target(max_missed=limit)).prediction
         rows.append(
             {
                 "limit": limit,
-                f"attention_{search.unit}": said.attention_ms,
-                f"dense_attention_{search.unit}": said.dense_attention_ms,
-                "loss_mean": said.loss_mean,
-                "computed_density": said.computed_pairs / max(1, said.causal_pairs),
+                f"attention_{search.unit}": predicted.attention_ms,
+                f"dense_attention_{search.unit}": predicted.dense_attention_ms,
+                "loss_mean": predicted.loss_mean,
+                "computed_density": predicted.computed_pairs / max(1, predicted.causal_pairs),
             }
         )
     return rows

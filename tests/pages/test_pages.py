@@ -18,7 +18,6 @@ from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, VerticalSlash
 from headscope.studio.base import words
-from headscope.studio.charts import charts
 from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import LIGHT
 from headscope.studio.data import prompts
@@ -464,7 +463,7 @@ def test_an_edit_of_one_head_at_2048_tokens_takes_less_than_a_second(lab: Lab) -
         drawn = pooled_map(
             found.maps.dense, found.maps.row_edges, found.maps.column_edges, "x", LIGHT, computed=found.maps.computed
         )
-        assert charts.figure_bytes(drawn) < 2 * 2**20
+        assert len(drawn.to_json()) < 2 * 2**20
     assert min(seconds) < 1.0, seconds
 
 
