@@ -84,14 +84,14 @@ def export_foreign(config: HeadConfig, target: str, lossy: bool = False) -> Expo
     layers: list[dict[str, ForeignEntry]] = []
     lost: dict[str, dict[int, list[int]]] = {}
     for layer, entries in enumerate(config.heads):
-        made: dict[str, ForeignEntry] = {}
+        written: dict[str, ForeignEntry] = {}
         for head, entry in enumerate(entries):
-            made[str(head)], loss = _written(entry, target)
+            written[str(head)], loss = _written(entry, target)
             if loss is None and config.estimator != Estimator() and entry.pattern.sampled:
                 loss = "another estimator than the last 64 rows"
             if loss is not None:
                 lost.setdefault(loss, {}).setdefault(layer, []).append(head)
-        layers.append(made)
+        layers.append(written)
     notes = tuple(f"{what} ({_places(heads)})" for what, heads in lost.items())
     if notes and not lossy:
         label = "MInference" if target == "minference" else "SGLang (0.5.19 and earlier)"

@@ -65,7 +65,7 @@ def draw_captured(result: EstimatorLesson, theme: Theme) -> go.Figure:
 def draw_scores(result: EstimatorLesson, theme: Theme) -> go.Figure:
     """What columns and distances scored, the chosen ones solid."""
     figure = go.Figure()
-    for name, scores, chosen, colour, symbol in (
+    for name, scores, kept, colour, symbol in (
         ("column", result.column_scores, result.columns, theme.patterns["a-shape"], "square"),
         ("distance", result.distance_scores, result.distances, theme.accent, "circle"),
     ):
@@ -76,9 +76,9 @@ def draw_scores(result: EstimatorLesson, theme: Theme) -> go.Figure:
             name=f"{name}s (filled: chosen)",
             line={"color": colour, "width": 1, "dash": "solid" if name == "column" else "dot"},
             marker={
-                "size": [11 if at in chosen else 6 for at in range(result.n)],
+                "size": [11 if at in kept else 6 for at in range(result.n)],
                 "line": {"width": 1.5, "color": colour},
-                "symbol": [symbol if at in chosen else f"{symbol}-open" for at in range(result.n)],
+                "symbol": [symbol if at in kept else f"{symbol}-open" for at in range(result.n)],
                 "color": colour,
             },
             hovertemplate=f"{name} %{{x}}: %{{y:.3f}}<extra></extra>",
@@ -197,7 +197,7 @@ def _numbers(result: EstimatorLesson) -> None:
 def _article(one: Head, result: EstimatorLesson) -> None:
     scores = maths.proxy_scores(one, [6, 7], 4)
     highest = ", ".join(f"{value:.1f}" for value in scores.max(0))
-    seen = EARLY_ROW in result.sampled
+    sampled_early = EARLY_ROW in result.sampled
     kept = result.classes[EARLY_ROW, EARLY_KEY] == 3
     verdict = (
         f"it is **kept**, and row {EARLY_ROW} captures {percent(float(result.captured[EARLY_ROW]))}."
@@ -207,7 +207,7 @@ def _article(one: Head, result: EstimatorLesson) -> None:
     st.markdown(
         f"Rows 6 and 7 have the scores of eq. 12; their column maxima are ({highest}), so key "
         f"{int(scores.max(0).argmax())} comes first. Row {EARLY_ROW} has score {EARLY_SCORE:g} at key {EARLY_KEY}, "
-        f"{EARLY_ROW - EARLY_KEY} back. It is {'among' if seen else 'not among'} the sampled rows; {verdict}"
+        f"{EARLY_ROW - EARLY_KEY} back. It is {'among' if sampled_early else 'not among'} the sampled rows; {verdict}"
     )
     st.caption(
         f"The article calls the early row q3. Here it stands at {EARLY_ROW}: at 3 the cell would lie on distance 0, "

@@ -13,10 +13,10 @@ from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.maths.online_softmax import KEYS, VALUES, OnlineLesson, lesson, merged
 
 
-def draw_scores(result: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
+def draw_scores(result: OnlineLesson, tiles_merged: int, theme: Theme) -> go.Figure:
     """Scores as bars: tiles already merged, the tile of this step, tiles to come; the running maximum as a line."""
-    now = result.steps[seen - 1]
-    done = {key for step in result.steps[: seen - 1] for key in step.keys}
+    now = result.steps[tiles_merged - 1]
+    done = {key for step in result.steps[: tiles_merged - 1] for key in step.keys}
     figure = go.Figure()
     for name, mine, colour, stripes in (
         ("merged before", done, theme.mass[3], ""),
@@ -57,7 +57,7 @@ def draw_scores(result: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
     return figure
 
 
-def draw_output(result: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
+def draw_output(result: OnlineLesson, tiles_merged: int, theme: Theme) -> go.Figure:
     """The plane of values: where the output stands after each tile, and where the naive average lands."""
     figure = go.Figure()
     x, y = zip(*VALUES, strict=True)
@@ -69,13 +69,13 @@ def draw_output(result: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         hovertemplate="v of key %{pointNumber}<extra></extra>",
         marker={"size": 8, "color": theme.faint, "symbol": "circle-open"},
     )
-    path = [step.output for step in result.steps[:seen]]
+    path = [step.output for step in result.steps[:tiles_merged]]
     figure.add_scatter(
         x=[point[0] for point in path],
         y=[point[1] for point in path],
         mode="lines+markers+text",
         name="output so far",
-        text=[str(at) for at in range(1, seen + 1)],
+        text=[str(at) for at in range(1, tiles_merged + 1)],
         textposition="top center",
         textfont={"color": theme.ink, "size": 13},
         line={"color": theme.accent, "width": 2},
@@ -127,14 +127,14 @@ def show(theme: Theme) -> None:
         boost = parts.amount("Raise the best key's score by", 0.0, 4.0, 0.0, 0.5, "online-boost")
         result = lesson(tile, boost)
         count = len(result.steps)
-        seen = min(parts.slider("Tiles merged (step through)", 1, 6, 2, "online-step"), count)
-        _stepper(seen, count)
-    now = result.steps[seen - 1]
+        tiles_merged = min(parts.slider("Tiles merged (step through)", 1, 6, 2, "online-step"), count)
+        _stepper(tiles_merged, count)
+    now = result.steps[tiles_merged - 1]
     with right:
         parts.picture(
-            draw_scores(result, seen, theme),
+            draw_scores(result, tiles_merged, theme),
             "online-scores",
-            f"Tile {seen} of {count}; the highest score so far is {now.m:.2f}.",
+            f"Tile {tiles_merged} of {count}; the highest score so far is {now.m:.2f}.",
             lambda: pl.DataFrame({"key": list(range(KEYS)), "score": result.scores}),
         )
         parts.numbers(
@@ -150,9 +150,9 @@ def show(theme: Theme) -> None:
             ),
         )
         parts.picture(
-            draw_output(result, seen, theme),
+            draw_output(result, tiles_merged, theme),
             "online-output",
-            f"Output after {seen} tiles {now.output}; in one go {result.output}; averaged {result.averaged}.",
+            f"Output after {tiles_merged} tiles {now.output}; in one go {result.output}; averaged {result.averaged}.",
             lambda: _frame(result),
         )
     st.dataframe(_frame(result), hide_index=True, width="content")
@@ -172,7 +172,7 @@ def show(theme: Theme) -> None:
     )
 
 
-def _stepper(seen: int, count: int) -> None:
+def _stepper(tiles_merged: int, count: int) -> None:
     def go_to(step: int) -> None:
         st.session_state["online-step"] = step
 
@@ -180,18 +180,18 @@ def _stepper(seen: int, count: int) -> None:
         st.button(
             "Back",
             icon=":material/skip_previous:",
-            disabled=seen <= 1,
+            disabled=tiles_merged <= 1,
             on_click=go_to,
-            args=(seen - 1,),
+            args=(tiles_merged - 1,),
             key="online-back",
         )
         st.button(
-            f"Next tile ({seen} of {count})",
+            f"Next tile ({tiles_merged} of {count})",
             icon=":material/skip_next:",
-            disabled=seen >= count,
+            disabled=tiles_merged >= count,
             type="primary",
             on_click=go_to,
-            args=(seen + 1,),
+            args=(tiles_merged + 1,),
             key="online-next",
         )
 

@@ -111,8 +111,8 @@ def toggle_from_click() -> None:
 
 
 def _toggle(key: str, value: int) -> None:
-    chosen = list(st.session_state.get(key) or [])
-    st.session_state[key] = sorted(set(chosen) ^ {value})
+    lines = list(st.session_state.get(key) or [])
+    st.session_state[key] = sorted(set(lines) ^ {value})
 
 
 def show(theme: Theme) -> None:
