@@ -30,13 +30,13 @@ def main() -> None:
         widgets.strip(opened)
     left, right = st.columns([4, 7], gap="large")
     with left:
-        keep(page, opened)
+        keep(opened)
         bring_in(page, None if opened is None else opened.run.facts)
     with right:
         versions(page, opened)
 
 
-def keep(page: PageContext, opened: RunContext | None) -> None:
+def keep(opened: RunContext | None) -> None:
     """The draft, and saving it under a name."""
     st.subheader("Your draft", anchor=False)
     if opened is None:

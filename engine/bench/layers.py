@@ -128,7 +128,7 @@ def run(
                 layer = Timed(random_inputs(shape, batch, length, dtype, device), impl, repeats, progress)
                 rows += layer.rows(cases, fixed=shape, flex=flex)
                 if batch == batches[0] and length in _PLANTED_LENGTHS:
-                    recall, row = _planted(layer, shape)
+                    recall, row = _planted(layer)
                     planted.append(recall)
                     rows.append(row)
             except torch.OutOfMemoryError as problem:
@@ -351,7 +351,7 @@ class _Checked:
     missed: tuple[float, float] | None
 
 
-def _planted(layer: Timed, shape: Shape) -> tuple[dict[str, Any], Row]:
+def _planted(layer: Timed) -> tuple[dict[str, Any], Row]:
     """How much of a planted structure the online index finds, and what that takes."""
     length, inputs = layer.inputs.length, layer.inputs
     q, k, planted = plant(inputs.q[:1], inputs.k[:1])

@@ -15,14 +15,8 @@ from headscope.engine.base.machine import hardware, versions
 from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.search.cost import CostModel, fit
 from headscope.engine.search.grid import SAMPLING, default_grid
-from headscope.engine.search.measure import (
-    MIXED,
-    PromptResult,
-    SearchPrompt,
-    Settings,
-    measure_layer,
-    time_beside_dense,
-)
+from headscope.engine.search.measure import measure_layer, time_beside_dense
+from headscope.engine.search.results import MIXED, PromptResult, SearchPrompt, Settings
 from headscope.engine.search.table import Table, Target, allocate
 
 

@@ -22,7 +22,8 @@ from headscope.engine.base.progress import Cancel
 from headscope.engine.base.timing import timed
 from headscope.engine.patterns.families import Fraction, VerticalSlash
 from headscope.engine.search.cost import TILE_CELLS, CostModel
-from headscope.engine.search.measure import SearchError, SearchPrompt, Source
+from headscope.engine.search.measure import Source
+from headscope.engine.search.results import SearchError, SearchPrompt
 from headscope.kernels.torch import index as torch_index
 from headscope.kernels.torch.probabilities import probabilities
 

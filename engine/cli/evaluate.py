@@ -20,7 +20,7 @@ from headscope.engine.cli.output import bar
 if TYPE_CHECKING:
     from headscope.engine.config.file import HeadConfig
     from headscope.engine.model.load import LoadedModel
-    from headscope.engine.search.measure import SearchPrompt
+    from headscope.engine.search.results import SearchPrompt
 
 
 def evaluate(

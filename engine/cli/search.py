@@ -20,7 +20,7 @@ from headscope.engine.cli.output import bar, note
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
-    from headscope.engine.search.measure import SearchPrompt, Settings
+    from headscope.engine.search.results import SearchPrompt, Settings
     from headscope.engine.search.run import SearchResult
     from headscope.engine.search.table import Target
 
@@ -118,8 +118,8 @@ def search(
         from headscope.engine.model.load import load_model
         from headscope.engine.search import run as engine
         from headscope.engine.search.cost import CostModel
-        from headscope.engine.search.measure import Settings
         from headscope.engine.search.ranks import Ranks
+        from headscope.engine.search.results import Settings
         from headscope.engine.search.source import ModelSource, load_prompts
     target = _target(max_missed, speedup, metric, Weight.none, limits)
     cost = None if cost_model is None else CostModel.tiles() if cost_model == "tiles" else CostModel.load(cost_model)

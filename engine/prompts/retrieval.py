@@ -76,7 +76,7 @@ def check_request(kind: str, tokens: int, depth: float) -> None:
 def retrieval_prompt(
     kind: str, tokens: int, depth: float, *, seed: int = 0, encode: Encode | None = None
 ) -> RetrievalPrompt:
-    """A prompt of `kind` with at most `tokens` tokens (see `prompts.fit`) and the answer at `depth`.
+    """A prompt of `kind` with at most `tokens` tokens (see `sources.fit`) and the answer at `depth`.
 
     `PromptError` if the kind is unknown, the depth is outside 0 to 1, or the length is out of range.
     """

@@ -15,7 +15,8 @@ from headscope.engine.base.progress import Cancel
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.measure import dense_pass, measure_patterns
 from headscope.engine.search.cost import CostModel
-from headscope.engine.search.measure import BesideDense, SearchPrompt, Source, time_beside_dense
+from headscope.engine.search.measure import BesideDense, Source, time_beside_dense
+from headscope.engine.search.results import SearchPrompt
 from headscope.engine.search.table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
 
 

@@ -24,7 +24,7 @@ from headscope.engine.base.errors import ConfigError
 from headscope.engine.base.records import Count, Finite, Milliseconds, Record
 from headscope.engine.patterns.families import FAMILIES, Pattern
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import PromptResult
+from headscope.engine.search.results import PromptResult
 
 FORMAT = "headscope.cost-model/1"
 TILE_CELLS = 64 * 128

@@ -19,7 +19,8 @@ from headscope.engine.loss.oracle import LossSplit, loss_split
 from headscope.engine.patterns.families import Dense
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import TIE_TIME, Front, Point, simplest_of_fastest
-from headscope.engine.search.measure import SearchPrompt, Source
+from headscope.engine.search.measure import Source
+from headscope.engine.search.results import SearchPrompt
 from headscope.engine.search.table import Allocation, Table, Target, fronts
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from headscope.engine.base.errors import OptionError
-from headscope.engine.search.measure import SearchError
+from headscope.engine.search.results import SearchError
 
 TIE_TIME = 0.02
 """Times within 2 % are a tie: the cost model knows them no better."""

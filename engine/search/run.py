@@ -27,19 +27,17 @@ from headscope.engine.search import cost as search_cost
 from headscope.engine.search import stored
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import SAMPLING, Grid, default_grid
-from headscope.engine.search.measure import (
+from headscope.engine.search.measure import SearchProgress, Source, measure_prompts
+from headscope.engine.search.ranks import Ranks
+from headscope.engine.search.results import (
     PromptResult,
     SearchError,
-    SearchProgress,
     SearchPrompt,
     Settings,
-    Source,
     check_alike,
-    measure_prompts,
     read_result,
     read_results,
 )
-from headscope.engine.search.ranks import Ranks
 from headscope.engine.search.source import ModelSource
 from headscope.engine.search.table import Allocation, Table, Target, allocate, best_uniform, mean_losses
 from headscope.kernels.cells.plan import TILES_VERSION

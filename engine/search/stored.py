@@ -15,7 +15,7 @@ Time = Annotated[float, Field(gt=0, lt=1e12)]
 
 
 class PromptFacts(OpenRecord):
-    """`measure.SearchPrompt.to_dict`."""
+    """`results.SearchPrompt.to_dict`."""
 
     name: str
     sha256: str
@@ -26,14 +26,14 @@ class PromptFacts(OpenRecord):
 
 
 class PromptFile(OpenRecord):
-    """`measure.keep_prompt`."""
+    """`results.keep_prompt`."""
 
     prompt: PromptFacts
     ids: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Row(OpenRecord):
-    """One candidate on one layer: times, and one value a head of each of `measure.STATS`."""
+    """One candidate on one layer: times, and one value a head of each of `results.STATS`."""
 
     index_ms: Milliseconds
     kernel_ms: Milliseconds

@@ -17,7 +17,7 @@ from headscope.engine.patterns.families import Dense, Pattern
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import TIE_TIME, Choice, Front, Point, least_time
 from headscope.engine.search.grid import Grid, simplicity
-from headscope.engine.search.measure import STATS, PromptResult, SearchError
+from headscope.engine.search.results import STATS, PromptResult, SearchError
 from headscope.engine.search.speed import Layers, fastest_ms, least_loss_of_layers
 
 METRICS = ("mean", "worst", "p99", "start", "middle", "end")

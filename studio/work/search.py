@@ -27,13 +27,13 @@ from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import Front
 from headscope.engine.search.grid import FORMAT as GRID_FORMAT
 from headscope.engine.search.grid import SAMPLING, Grid
-from headscope.engine.search.measure import (
+from headscope.engine.search.measure import Step
+from headscope.engine.search.results import (
     STATS,
     PromptResult,
     SearchError,
     SearchPrompt,
     Settings,
-    Step,
     keep_prompt,
     read_prompt,
 )

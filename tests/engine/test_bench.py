@@ -33,7 +33,7 @@ from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed
 from headscope.engine.prompts.tokens import Encoded
 from headscope.engine.runs.capture import stream
 from headscope.engine.search.cost import CostModel
-from headscope.engine.search.measure import SearchPrompt
+from headscope.engine.search.results import SearchPrompt
 from headscope.engine.search.source import ModelSource
 from headscope.kernels.cells import counts, membership
 from headscope.kernels.cells.layout import Layout

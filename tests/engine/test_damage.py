@@ -27,7 +27,7 @@ from headscope.engine.runs.capture import Capture, capture
 from headscope.engine.search import run as search
 from headscope.engine.search.cost import CostModel, Fit
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import SearchPrompt, Settings, read_prompt
+from headscope.engine.search.results import SearchPrompt, Settings, read_prompt
 from headscope.engine.search.table import Target
 
 FACTS: dict[str, Any] = {
