@@ -1,6 +1,6 @@
 """What justified a head's pattern, and where a config comes from: one set of names for every writer.
 
-`inspect --save`, `search` and the studio write the same fields. Files of before used some other names for the same
+`inspect --save`, `search` and the studio write the same fields. Older files used some other names for the same
 things (`prompt_sha256` or `worst_prompt`, `made`, `template`); `read_evidence` and `read_provenance` give those under
 the names of today, and nothing rewrites the file.
 
