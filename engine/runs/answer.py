@@ -95,7 +95,7 @@ def answer(
     def applied() -> AbstractContextManager[Applied | None]:
         return nullcontext() if config is None else apply(loaded, config, host, force_weights=force_weights)
 
-    # The warm-up is no prompt of anybody's, so its length is nobody's concern.
+    # The warm-up is nobody's prompt, so warnings about its length would only confuse.
     if warm_up:
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=CalibrationWarning), applied():
             loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)

@@ -205,7 +205,7 @@ class Capture:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Capture:
-        """A capture that `save` wrote; layers are read when asked for. CaptureError when it is none, or damaged."""
+        """A capture that `save` wrote; layers are read when asked for. CaptureError where it is missing or damaged."""
         source = Path(folder)
         _put_back(source)
         facts = files.read_json(source / "capture.json", CaptureError)

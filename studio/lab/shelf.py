@@ -72,7 +72,7 @@ class Shelf:
         return True
 
     def load(self, run_id: str) -> Capture:
-        """A stored capture. CaptureError when it is none, or damaged."""
+        """A stored capture. CaptureError where it is missing or damaged."""
         capture = Capture.load(self.path(run_id))
         self.touch(run_id)
         return capture
