@@ -12,9 +12,10 @@ import torch
 
 from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.machine import hardware, versions
+from headscope.engine.bench.layers import check_impl
 from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.search.cost import CostModel, fit
-from headscope.engine.search.grid import SAMPLING, default_grid
+from headscope.engine.search.grid import SAMPLING, check_length, default_grid
 from headscope.engine.search.measure import measure_layer, time_beside_dense
 from headscope.engine.search.results import MIXED, PromptResult, SearchPrompt, Settings
 from headscope.engine.search.table import Table, Target, allocate
@@ -51,11 +52,13 @@ def synthetic_layer(shape: Shape, tokens: int, seed: int, device: torch.device, 
 
 def rate(shape: str, tokens: int, layers: int, dtype: torch.dtype, impl: str = "auto") -> dict[str, Any]:
     """Heads a second over `layers` layers, and what the time went to. One more, the first, pays for compiling and is
-    left out.
+    left out. OptionError for an implementation that cannot serve, PromptError where no candidate leaves anything out.
     """
-    heads = SHAPES[shape].query_heads
+    heads, head_dim = SHAPES[shape].query_heads, SHAPES[shape].head_dim
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     grid = default_grid()
+    check_impl(impl, head_dim, dtype, device)
+    check_length(grid, "synthetic", tokens)
     settings = Settings(tuple(range(layers + 1)), grid, SAMPLING, impl)
     prompt = SearchPrompt("synthetic", "synthetic", (0,) * tokens, "0" * 64)
     measured, seconds = [], []

@@ -30,6 +30,9 @@ from headscope.kernels.torch.probabilities import probabilities
 SHARES = (0.06, 0.12, 0.24, 0.48)
 """Requested cells as shares of the causal cells."""
 
+FEWEST_TOKENS = 64
+"""Of a prompt: its thirds are looked at apart, and the first rows keep everything."""
+
 MISSED = 0.1
 """Mean missed mass at which estimators are compared by their whole time."""
 
@@ -81,10 +84,19 @@ def study(
     shares: Sequence[float] = SHARES,
     cancel: Cancel | None = None,
 ) -> list[SamplingPoint]:
-    """Every estimator at every share, on the given layers of several prompts. Memory is linear in the length."""
+    """Every estimator at every share, on the given layers of several prompts. Memory is linear in the length.
+
+    SearchError for nothing to compare and for prompts of fewer than `FEWEST_TOKENS` tokens; what `source` raises.
+    """
     compared = tuple(estimators) if estimators is not None else choices()
     if not prompts or not layers or not compared:
         raise SearchError("A study of sampling needs at least one prompt, one layer and one estimator.")
+    for prompt in prompts:
+        if len(prompt.ids) < FEWEST_TOKENS:
+            raise SearchError(
+                f"A study of sampling needs prompts of at least {FEWEST_TOKENS} tokens, and {prompt.name} has "
+                f"{len(prompt.ids)}: leave it out, or give it more text."
+            )
     # [prompt][layer] of (captured [estimators, shares, heads, 4], index ms [estimators])
     results: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for prompt in prompts:

@@ -113,6 +113,8 @@ def bench(
         timed_layers,
         config,
     )
+    if sampling and impl != "auto":
+        raise OptionError("--sampling compares estimators and not implementations: leave --impl out")
     _check_sources(model, prompt, prompts, layers, sampling, prefill or search_rate or host_profile, cost_model)
     if shape not in SHAPES:
         raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape[:40]!r}")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from headscope.engine import build_index
 from headscope.engine.attend.inputs import LayerInputs
-from headscope.engine.base.errors import HeadscopeError, OptionError
+from headscope.engine.base.errors import HeadscopeError, OptionError, PromptError
 from headscope.engine.bench import decoder as bench_decoder
 from headscope.engine.bench import flex as bench_flex
 from headscope.engine.bench import layers as bench
@@ -22,6 +22,7 @@ from headscope.engine.bench import prefill as bench_prefill
 from headscope.engine.bench.cases import CASES, Case, clustered_layout, planted_layout
 from headscope.engine.bench.decoder import ModelShape
 from headscope.engine.bench.prefill import Setting, run_prefill, uniform
+from headscope.engine.bench.rate import rate
 from headscope.engine.bench.sampling import choices, study
 from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.bench.timing import Timing, gate
@@ -277,6 +278,8 @@ def test_prefill_command(tmp_path: Path) -> None:
         ("--sampling", "--prompts", "folder"),
         ("--sampling", "--model", "smollm2", "--prompts", "folder", "--prompt", "code"),
         ("--sampling", "--model", "smollm2", "--prompts", "sample_prompts", "--lengths", "1K,2K"),
+        ("--sampling", "--model", "smollm2", "--prompts", "sample_prompts", "--impl", "torch"),
+        ("--search-rate", "--shape", "smollm2", "--impl", "no such"),
         ("--prompts", "folder"),
         ("--cost-model", "file.json"),
     ],
@@ -285,6 +288,11 @@ def test_options_that_do_not_go_together(options: tuple[str, ...]) -> None:
     app = typer.Typer()
     app.command()(command)
     assert isinstance(CliRunner().invoke(app, list(options)).exception, OptionError)
+
+
+def test_a_search_of_layers_too_short_to_leave_anything_out_is_refused() -> None:
+    with pytest.raises(PromptError, match="synthetic"):
+        rate("smollm2", 1, 1, torch.float32)
 
 
 def test_search_rate_command(tmp_path: Path) -> None:
