@@ -13,7 +13,7 @@ from headscope.engine.config.evidence import read_evidence, read_provenance
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.config.file import HeadConfig
 from headscope.studio.base import words
-from headscope.studio.data.draft import Grid, differences
+from headscope.studio.data.draft import HeadPatterns, differences
 from headscope.studio.store.rows import ConfigRow
 from headscope.studio.ui import widgets
 from headscope.studio.ui.context import PageContext, RunContext
@@ -30,13 +30,13 @@ def main() -> None:
         widgets.strip(opened)
     left, right = st.columns([4, 7], gap="large")
     with left:
-        keep(page, opened)
+        keep(opened)
         bring_in(page, None if opened is None else opened.run.facts)
     with right:
         versions(page, opened)
 
 
-def keep(page: PageContext, opened: RunContext | None) -> None:
+def keep(opened: RunContext | None) -> None:
     """The draft, and saving it under a name."""
     st.subheader("Your draft", anchor=False)
     if opened is None:
@@ -152,7 +152,7 @@ def one_version(page: PageContext, opened: RunContext | None, row: ConfigRow, fr
             "Restore as the draft",
             key="restore",
             icon=":material/history:",
-            disabled=opened is None or not _same_shape(exports.grid_of(row.config), opened.draft.patterns),
+            disabled=opened is None or not _same_shape(exports.patterns_of(row.config), opened.draft.patterns),
             help="The draft then stands on this version; Undo on the Tune page takes it back",
             on_click=restore,
             args=(opened, row),
@@ -192,11 +192,11 @@ def restore(page: RunContext, row: ConfigRow) -> None:
         page.view.notice = "This version does not fit the model of the open run: " + "; ".join(reasons) + "."
         return
     newest = page.lab.drafts.newest(page.draft)
-    page.lab.drafts.keep(newest.onto(row.title, row.id, exports.grid_of(row.config), row.config.estimator))
+    page.lab.drafts.keep(newest.onto(row.title, row.id, exports.patterns_of(row.config), row.config.estimator))
     page.view.good_news = f"The draft stands on version {row.number} now."
 
 
-def _same_shape(one: Grid, other: Grid) -> bool:
+def _same_shape(one: HeadPatterns, other: HeadPatterns) -> bool:
     return (len(one), len(one[0])) == (len(other), len(other[0]))
 
 
@@ -226,7 +226,7 @@ class Other:
     """What a version is compared with: its name, patterns and sampling; its config if it is a version."""
 
     name: str
-    grid: Grid
+    patterns: HeadPatterns
     estimator: Estimator
     config: HeadConfig | None
 
@@ -236,15 +236,15 @@ def differs(page: PageContext, opened: RunContext | None, row: ConfigRow, frame:
     other = choose_other(page, opened, row, frame)
     if other is None:
         return
-    grid, sampling = exports.grid_of(row.config), row.config.estimator
-    if not _same_shape(grid, other.grid):
+    patterns, sampling = exports.patterns_of(row.config), row.config.estimator
+    if not _same_shape(patterns, other.patterns):
         st.caption("They are for models of different shape, so there is nothing to compare head by head.")
         return
     if other.estimator != sampling:
         st.caption(
             f"Sampling differs: here {words.sampling(sampling)}; in {other.name} {words.sampling(other.estimator)}."
         )
-    changes = differences(other.grid, grid)
+    changes = differences(other.patterns, patterns)
     if not changes:
         st.caption(f"No head differs from {other.name}.")
         return
@@ -284,7 +284,9 @@ def choose_other(page: PageContext, opened: RunContext | None, row: ConfigRow, f
     except HeadscopeError as error:
         st.error(words.plain_markdown(str(error)))
         return None
-    return None if other is None else Other(name, exports.grid_of(other.config), other.config.estimator, other.config)
+    return (
+        None if other is None else Other(name, exports.patterns_of(other.config), other.config.estimator, other.config)
+    )
 
 
 def _missed(config: HeadConfig | None, layer: int, head: int) -> float | None:

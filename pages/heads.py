@@ -135,7 +135,7 @@ def one_head(page: RunContext, values: list[list[float]]) -> None:
         st.subheader(f"Layer {case.layer} · Head {case.head}")
         st.info(words.plain_markdown(str(error)), icon=":material/info:")
         return
-    except Exception as error:
+    except Exception as error:  # the worker hands on whatever its work raised, torch's errors too
         st.error(words.plain_markdown(sentence(error)))
         return
     rank = order.index((case.layer, case.head)) + 1

@@ -117,7 +117,7 @@ def outcome(page: RunContext) -> None:
     except HeadscopeError as error:
         st.info(words.plain_markdown(str(error)), icon=":material/info:")
         return
-    except Exception as error:
+    except Exception as error:  # the worker hands on whatever its work raised, torch's errors too
         st.error(words.plain_markdown(sentence(error)))
         return
     was = "" if before is None else f", before {words.label(then.pattern)}"

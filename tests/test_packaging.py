@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return next(folder.glob("*.whl"))
+
+
+def test_every_folder_of_code_is_a_package_with_its_line() -> None:
+    """A folder that `packages` leaves out is missing from the wheel, while a checkout works as ever."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for floor in FORBIDDEN for path in (ROOT / floor).rglob("*.py")}
+    assert {".".join(("headscope", *folder.parts)) for folder in folders} == listed - {
+        "headscope",
+        "headscope.sample_prompts",
+    }
+    for folder in folders - {Path("pages")}:  # Streamlit would list a module of that name as a page
+        tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+        assert ast.get_docstring(tree), f"{folder}/__init__.py has no docstring that says what the folder holds"
 
 
 @pytest.mark.slow

@@ -29,9 +29,9 @@ def attend_sparse(inputs: LayerInputs, index: Index, impl: str = "auto") -> tupl
     """`sparse_attention` over checked inputs. Scale and starts are those of the index."""
     layout = index.computed
     expected = (layout.batch, layout.heads, layout.q_len, layout.kv_len)
-    got = (inputs.batch, inputs.query_heads, inputs.rows, inputs.length)
-    if got != expected:
-        raise ValueError(f"index was built for batch, heads, rows, keys = {expected}, got q and k with {got}")
+    sizes = (inputs.batch, inputs.query_heads, inputs.rows, inputs.length)
+    if sizes != expected:
+        raise ValueError(f"index was built for batch, heads, rows, keys = {expected}, got q and k with {sizes}")
     if inputs.device != layout.device:
         raise ValueError(f"index lies on {layout.device}, q on {inputs.device}")
     q, k, v = inputs.q, inputs.k, inputs.v

@@ -122,8 +122,8 @@ def check_tile(tile: int) -> int:
 def _check_qk(q: torch.Tensor, k: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            got = f"{x.dim()} dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a tensor [batch, heads, tokens, head size], got {got}")
+            shape = f"{x.dim()} dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor [batch, heads, tokens, head size], got {shape}")
         if x.dtype not in _DTYPES:
             raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
         if 0 in x.shape:
@@ -140,8 +140,8 @@ def _check_qk(q: torch.Tensor, k: torch.Tensor) -> None:
 
 def _check_v(v: torch.Tensor, k: torch.Tensor) -> None:
     if not isinstance(v, torch.Tensor) or v.shape != k.shape or v.dtype != k.dtype or v.device != k.device:
-        got = f"{tuple(v.shape)} {v.dtype} on {v.device}" if isinstance(v, torch.Tensor) else type(v).__name__
-        raise ValueError(f"v must match k: {tuple(k.shape)} {k.dtype} on {k.device}, got {got}")
+        described = f"{tuple(v.shape)} {v.dtype} on {v.device}" if isinstance(v, torch.Tensor) else type(v).__name__
+        raise ValueError(f"v must match k: {tuple(k.shape)} {k.dtype} on {k.device}, got {described}")
 
 
 def _checked_scale(scale: float | None, q: torch.Tensor) -> float:

@@ -173,12 +173,12 @@ def parse_json(raw: bytes, name: str, error: type[HeadscopeError] = ConfigError)
         raise error(f"{name}: {what}.")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(items)
-        if len(made) != len(items):
-            seen: set[str] = set()
-            twice = next(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        members = dict(items)
+        if len(members) != len(items):
+            names: set[str] = set()
+            twice = next(key for key, _ in items if key in names or names.add(key))  # type: ignore[func-returns-value]
             fail(f"the field {_short(twice)!r} is there twice in one object")
-        return made
+        return members
 
     def whole(text: str) -> int:
         if len(text.lstrip("-")) > _LONGEST_INT:
@@ -243,11 +243,11 @@ def check_text(value: str, where: str) -> None:
 def plain(value: Any) -> Any:
     """A copy of `value` in JSON's own types: tuples as lists, numpy's scalars as numbers. `ValueError` otherwise."""
     try:
-        made = _plain(value)
-        check_plain(made, "")
+        number = _plain(value)
+        check_plain(number, "")
     except RecursionError:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from None
-    return made
+    return number
 
 
 def _plain(value: Any) -> Any:

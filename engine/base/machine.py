@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 def versions() -> dict[str, str]:
     """Versions of headscope and of what computes for it."""
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for name in ("headscope", "torch", "transformers", "triton"):
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return packages
 
 
 def hardware(device: torch.device) -> str:

@@ -69,7 +69,7 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 def _sentence(finding: Any, schema: Any, place: str, whole: str) -> str:
-    path, name, got = finding["loc"], finding["type"], finding["input"]
+    path, name, value = finding["loc"], finding["type"], finding["input"]
     if name == "missing":
         return f"{_join(place, path[:-1]) if path[:-1] else whole} lacks the field {path[-1]!r}."
     if name == "extra_forbidden":
@@ -78,7 +78,7 @@ def _sentence(finding: Any, schema: Any, place: str, whole: str) -> str:
         return f"{_join(place, path[:-1]) if path[:-1] else whole} has the unknown field {str(path[-1])[:60]!r}{rest}."
     if path[-1:] == ("[key]",):
         return f"{_join(place, path[:-2])}: the key {str(path[-2])[:40]!r} must be {_wanted(name, finding)}."
-    size = f"one of {len(got)}" if name in ("too_short", "too_long") else shown(got)
+    size = f"one of {len(value)}" if name in ("too_short", "too_long") else shown(value)
     return f"{_join(place, path)} must be {_wanted(name, finding)}, got {size}."
 
 

@@ -163,14 +163,14 @@ def plant(
     rng = random.Random(seed)
     length, dim = k.shape[2], k.shape[3]
     group = q.shape[1] // k.shape[1]
-    chosen = tuple(sorted(rng.sample(range(length // 2), min(columns, length // 2))))
+    planted = tuple(sorted(rng.sample(range(length // 2), min(columns, length // 2))))
     back = tuple(sorted(rng.sample(range(length // 4, length // 2), min(distances, length // 4))))
     generator = torch.Generator(device=q.device).manual_seed(seed)
     direction = torch.randn(dim, generator=generator, device=q.device).to(q.dtype)
     q, k = 0.3 * q, k.clone()
-    k[:, :, list(chosen)] = 2 * direction
+    k[:, :, list(planted)] = 2 * direction
     for distance in back:
         # The keys that the queries copy are those before the planted columns took their place.
         q[:, :, distance:] += k[:, :, :-distance].repeat_interleave(group, 1)
     q += 0.5 * direction
-    return q, k, Planted(chosen, back)
+    return q, k, Planted(planted, back)

@@ -33,25 +33,25 @@ def calls(inputs: LayerInputs, layouts: dict[str, Layout]) -> dict[str, Callable
     # One compilation serves all layouts of a shape; a few shapes exhaust the cache, so it is emptied.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    made: dict[str, Callable[[], Any]] = {}
+    timed_calls: dict[str, Callable[[], Any]] = {}
     for name, layout in layouts.items():
-        found = tiles(layout)
-        diagonal = torch.eye(found.shape[-1], dtype=torch.bool, device=found.device)
+        computed = tiles(layout)
+        diagonal = torch.eye(computed.shape[-1], dtype=torch.bool, device=computed.device)
         mask = BlockMask.from_kv_blocks(
-            *_listed(found & diagonal), *_listed(found & ~diagonal), BLOCK_SIZE=SIDE, mask_mod=_causal
+            *_listed(computed & diagonal), *_listed(computed & ~diagonal), BLOCK_SIZE=SIDE, mask_mod=_causal
         )
-        made[name] = lambda mask=mask: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)  # type: ignore[misc]
-    return made
+        timed_calls[name] = lambda mask=mask: compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)  # type: ignore[misc]
+    return timed_calls
 
 
 def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return row >= column
 
 
-def _listed(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(computed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts int32 [B, H, n] and key tiles int32 [B, H, n, n], those that are found first."""
-    order = found.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return found.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    order = computed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return computed.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def tiles(layout: Layout) -> torch.Tensor:
@@ -65,9 +65,9 @@ def tiles(layout: Layout) -> torch.Tensor:
     near = _spans(layout, side)
     column = torch.zeros(len(near), side + 1, dtype=torch.bool, device=layout.device)
     column.scatter_(1, (layout.columns.long() // SIDE).clamp(max=side), True)
-    found = near[:, back.clamp(min=0)] | column[:, None, :side]
-    _add_blocks(layout, found)
-    return (found & (back >= 0)).view(layout.batch, layout.heads, side, side)
+    computed = near[:, back.clamp(min=0)] | column[:, None, :side]
+    _add_blocks(layout, computed)
+    return (computed & (back >= 0)).view(layout.batch, layout.heads, side, side)
 
 
 def _spans(layout: Layout, side: int) -> torch.Tensor:
@@ -91,9 +91,9 @@ def _spans(layout: Layout, side: int) -> torch.Tensor:
     return edges[:, :side].cumsum(1) > 0
 
 
-def _add_blocks(layout: Layout, found: torch.Tensor) -> None:
+def _add_blocks(layout: Layout, computed: torch.Tensor) -> None:
     """Marks the tiles that listed blocks of any size touch in `found` [N, side, side]."""
-    last = found.shape[-1] - 1
+    last = computed.shape[-1] - 1
     for head, slot in enumerate(layout.block_slot):
         if slot < 0:
             continue
@@ -105,4 +105,4 @@ def _add_blocks(layout: Layout, found: torch.Tensor) -> None:
                 # The last step is the block's last row or column.
                 rows = (row * size + min(down, size - 1)) // SIDE
                 keys = (key * size + min(right, size - 1)) // SIDE
-                found[head, rows.clamp(max=last), keys.clamp(max=last)] = True
+                computed[head, rows.clamp(max=last), keys.clamp(max=last)] = True

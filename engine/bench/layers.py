@@ -128,8 +128,8 @@ def run(
                 layer = Timed(random_inputs(shape, batch, length, dtype, device), impl, repeats, progress)
                 rows += layer.rows(cases, fixed=shape, flex=flex)
                 if batch == batches[0] and length in _PLANTED_LENGTHS:
-                    found, row = _planted(layer, shape)
-                    planted.append(found)
+                    recall, row = _planted(layer)
+                    planted.append(recall)
                     rows.append(row)
             except torch.OutOfMemoryError as problem:
                 rows.append(_out_of_memory(length, batch, impl, problem))
@@ -138,6 +138,11 @@ def run(
     kind = str(dtype).removeprefix("torch.")
     below = crossover(rows), crossovers(rows)
     return Report(machine(device), shape_name, kind, tuple(rows), tuple(planted), *below)
+
+
+def a_few(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """At most four of the layers, evenly spread from first to last."""
+    return layers if len(layers) <= 4 else tuple(layers[round(part * (len(layers) - 1) / 3)] for part in range(4))
 
 
 def run_captures(
@@ -162,9 +167,9 @@ def run_captures(
     wanted = tuple(lengths or (ids.shape[1],))
     if max(wanted) > ids.shape[1]:
         raise OptionError(f"--lengths asks for {max(wanted)} tokens and the prompt has {ids.shape[1]}")
-    chosen = chosen_layers(loaded.facts, layers)
-    if layers is None and len(chosen) > 4:
-        chosen = tuple(chosen[round(part * (len(chosen) - 1) / 3)] for part in range(4))
+    timed_layers = chosen_layers(loaded.facts, layers)
+    if layers is None:
+        timed_layers = a_few(timed_layers)
     check_impl(impl, loaded.facts.head_dim, loaded.dtype, loaded.device)
     rows: list[Row] = []
     for length in wanted:
@@ -175,7 +180,7 @@ def run_captures(
             rows.extend(layer.rows(cases, flex=flex))
 
         try:
-            stream(loaded, ids[:, :length], visit, layers=chosen, logits=False)
+            stream(loaded, ids[:, :length], visit, layers=timed_layers, logits=False)
         except torch.OutOfMemoryError as problem:
             rows.append(_out_of_memory(length, 1, impl, problem))
             if loaded.device.type == "cuda":
@@ -197,15 +202,15 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[int, int]]:
 
     With the index included. Where it never wins, one more than the longest measured length.
     """
-    found: dict[str, dict[int, int]] = {}
+    shortest: dict[str, dict[int, int]] = {}
     of_case = [row for row in rows if row.with_index is not None and row.name != _PLANTED.name]
     for name in dict.fromkeys(row.name for row in of_case):
         for batch in sorted({row.batch for row in of_case if row.name == name}):
             named = [row for row in of_case if (row.name, row.batch) == (name, batch)]
             slower = [row.length for row in named if (row.with_index or 0.0) < 1.0]
             faster = [row.length for row in named if row.length > max(slower, default=0)]
-            found.setdefault(name, {})[batch] = min(faster) if faster else max(slower) + 1
-    return found
+            shortest.setdefault(name, {})[batch] = min(faster) if faster else max(slower) + 1
+    return shortest
 
 
 def crossover(rows: Sequence[Row]) -> dict[int, int]:
@@ -284,14 +289,14 @@ class Timed:
         if reason := bench_flex.reason_to_skip(self.inputs):
             self.progress(f"FlexAttention left out: {reason}")
             return {}
-        made = bench_flex.calls(self.inputs, layouts)
+        flex_calls = bench_flex.calls(self.inputs, layouts)
         try:
-            for call in made.values():
+            for call in flex_calls.values():
                 call()
         except RuntimeError as problem:  # what its compiler raises derives from it
             self.progress(f"FlexAttention left out: {type(problem).__name__}: {str(problem)[:200]}")
             return {}
-        return {f"flex {name}": call for name, call in made.items()}
+        return {f"flex {name}": call for name, call in flex_calls.items()}
 
     def _rows(
         self, layouts: dict[str, Layout], checked: dict[str, _Checked], times: dict[str, Timing], choice: dict[str, str]
@@ -302,7 +307,7 @@ class Timed:
         base = times["baseline"].median
         rows = []
         for name in ("baseline", "dense", *layouts):
-            taken, passed = times[name], checked.get(name, _Checked(None, None))
+            timing, passed = times[name], checked.get(name, _Checked(None, None))
             pairs = int(counts.pairs(layouts[name]).sum()) if name in layouts else causal
             index = times[f"index {name}"] if name in layouts else None
             flex = times.get(f"flex {name}")
@@ -312,21 +317,21 @@ class Timed:
                     batch=batch,
                     name=name,
                     impl="sdpa" if name == "baseline" else self.backend.name,
-                    median_ms=taken.median,
-                    spread_ms=taken.spread,
+                    median_ms=timing.median,
+                    spread_ms=timing.spread,
                     density=pairs / causal,
-                    tflops=4 * dim * pairs / taken.median / 1e9,
-                    to_baseline=base / taken.median,
+                    tflops=4 * dim * pairs / timing.median / 1e9,
+                    to_baseline=base / timing.median,
                     index_ms=None if index is None else index.median,
                     index_spread_ms=None if index is None else index.spread,
-                    with_index=None if index is None else base / (taken.median + index.median),
-                    to_flex=None if flex is None else flex.median / taken.median,
+                    with_index=None if index is None else base / (timing.median + index.median),
+                    to_flex=None if flex is None else flex.median / timing.median,
                     error=passed.error,
                     index=choice.get(name),
                     missed_mean=None if passed.missed is None else passed.missed[0],
                     missed_worst=None if passed.missed is None else passed.missed[1],
                     layer=self.layer,
-                    rounds=taken.rounds,
+                    rounds=timing.rounds,
                 )
             )
         return rows
@@ -346,19 +351,19 @@ class _Checked:
     missed: tuple[float, float] | None
 
 
-def _planted(layer: Timed, shape: Shape) -> tuple[dict[str, Any], Row]:
+def _planted(layer: Timed) -> tuple[dict[str, Any], Row]:
     """How much of a planted structure the online index finds, and what that takes."""
     length, inputs = layer.inputs.length, layer.inputs
     q, k, planted = plant(inputs.q[:1], inputs.k[:1])
     with_lines = replace(layer, inputs=LayerInputs(q, k, inputs.v[:1], inputs.scale))
     row = next(row for row in with_lines.rows([_PLANTED]) if row.name == _PLANTED.name)
     table = membership.tables(with_lines.build(_PLANTED)[0])
-    found = {
+    shares = {
         "length": length,
         "columns_found": float(table.column[:, list(planted.columns)].float().mean()),
         "distances_found": float(table.band[:, list(planted.distances)].float().mean()),
     }
-    return found, row
+    return shares, row
 
 
 def _out_of_memory(length: int, batch: int, impl: str, problem: Exception) -> Row:

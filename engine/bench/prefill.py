@@ -113,7 +113,7 @@ def run_prefill(
     host: HostProfile | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> PrefillReport:
-    """Times whole prefills of one sequence, dense and under every setting, in turns.
+    """Times whole prefills of one sequence, dense and under every setting, interleaved.
 
     `timed_layers` layers with weights of their own are run (by default all, four beyond 128K tokens). A length that
     `host` keeps dense runs dense under a setting too, as `apply` does. Raises `OptionError` for settings that do not
@@ -121,15 +121,15 @@ def run_prefill(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_impl(impl, model.heads.head_dim, dtype, device)
-    chosen = tuple(settings) if settings is not None else default_settings(model)
-    for setting in chosen:
+    timed_settings = tuple(settings) if settings is not None else default_settings(model)
+    for setting in timed_settings:
         sizes = {len(row) for row in setting.patterns}
         if len(setting.patterns) != model.layers or sizes != {model.heads.query_heads}:
             raise OptionError(
                 f"{setting.name} has {len(setting.patterns)} layers of {sorted(sizes)} heads; {name} has "
                 f"{model.layers} of {model.heads.query_heads}"
             )
-    names = ["dense", *(setting.name for setting in chosen)]
+    names = ["dense", *(setting.name for setting in timed_settings)]
     if len(set(names)) < len(names):
         raise OptionError(f"settings need names of their own, and dense is taken: got {', '.join(names[1:])}")
     rows: list[PrefillRow] = []
@@ -141,7 +141,7 @@ def run_prefill(
             if decoder is None or len(decoder.weights) != count:
                 decoder = None  # lets go of the other weights first
                 decoder = Decoder(model, count, dtype, device)
-            rows += _one_length(decoder, length, chosen, impl, repeats, host or HostProfile())
+            rows += _one_length(decoder, length, timed_settings, impl, repeats, host or HostProfile())
         except torch.OutOfMemoryError as problem:
             rows.append(_out_of_memory(length, model, count, problem))
             if device.type == "cuda":
@@ -159,29 +159,29 @@ def dense_attention(layer: int, inputs: LayerInputs, clock: Clock) -> torch.Tens
 def _one_length(
     decoder: Decoder, length: int, settings: Sequence[Setting], impl: str, repeats: int, host: HostProfile
 ) -> list[PrefillRow]:
-    made = {"dense": _Attention.dense()}
+    attentions = {"dense": _Attention.dense()}
     for setting in settings:
         below = host.dense_below_tokens(1)
         kept = length < below
-        made[setting.name] = (
+        attentions[setting.name] = (
             _Attention.dense(f"dense by the host profile (below {below})")
             if kept
             else _Attention.sparse(decoder, length, setting, impl)
         )
-    for attention in made.values():
+    for attention in attentions.values():
         decoder.run(length, attention, layers=1)
-    parts: dict[str, list[dict[str, float]]] = {name: [] for name in made}
-    peaks = dict.fromkeys(made, 0.0)
+    parts: dict[str, list[dict[str, float]]] = {name: [] for name in attentions}
+    peaks = dict.fromkeys(attentions, 0.0)
     began = time.perf_counter()
     for done in range(repeats):
         if done and time.perf_counter() - began > _ENOUGH_S:
             break
         # A new order each round, since a power-limited card is slower after heavy work.
-        for name in random.sample(list(made), len(made)):
+        for name in random.sample(list(attentions), len(attentions)):
             with PeakMemory(decoder.device) as memory:
-                parts[name].append(decoder.run(length, made[name]))
+                parts[name].append(decoder.run(length, attentions[name]))
             peaks[name] = max(peaks[name], memory.peak_mib)
-    return [_row(decoder, length, name, made, parts, peaks[name]) for name in made]
+    return [_row(decoder, length, name, attentions, parts, peaks[name]) for name in attentions]
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ def _row(
     decoder: Decoder,
     length: int,
     name: str,
-    made: dict[str, _Attention],
+    attentions: dict[str, _Attention],
     parts: dict[str, list[dict[str, float]]],
     peak: float,
 ) -> PrefillRow:
-    attention, timed = made[name], len(decoder.weights)
+    attention, timed = attentions[name], len(decoder.weights)
     scale = decoder.model.layers / timed
     total = summary([sum(run.values()) * scale for run in parts[name]])
     of = {part: median(run[part] for run in parts[name]) * scale for part in PARTS}

@@ -1,13 +1,10 @@
-"""How fast this machine searches: made layers of a known shape, every candidate, timed as in a search.
+"""How fast this machine searches: synthetic layers of a known shape, every candidate, timed as in a search.
 
-`python -m headscope.engine.search_rate --shape llama3-8b --tokens 32768 --layers 4`. The layers are made (no weights
-are needed): heads with sinks, near keys, marked columns and distances of several strengths.
+No weights are needed: the heads have sinks, near keys, marked columns and distances of several strengths.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
@@ -15,21 +12,16 @@ import torch
 
 from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.machine import hardware, versions
+from headscope.engine.bench.layers import check_impl
 from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.search.cost import CostModel, fit
-from headscope.engine.search.grid import SAMPLING, default_grid
-from headscope.engine.search.measure import (
-    MIXED,
-    PromptResult,
-    SearchPrompt,
-    Settings,
-    measure_layer,
-    time_beside_dense,
-)
+from headscope.engine.search.grid import SAMPLING, check_length, default_grid
+from headscope.engine.search.measure import measure_layer, time_beside_dense
+from headscope.engine.search.results import MIXED, PromptResult, SearchPrompt, Settings
 from headscope.engine.search.table import Table, Target, allocate
 
 
-def made_layer(shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype) -> LayerInputs:
+def synthetic_layer(shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype) -> LayerInputs:
     """q [1, heads, tokens, dim], k and v [1, kv_heads, tokens, dim] with attention that is uneven in known ways."""
     heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -58,53 +50,56 @@ def made_layer(shape: Shape, tokens: int, seed: int, device: torch.device, dtype
     return LayerInputs(q[None].to(dtype), k[None].to(dtype), v[None].to(dtype), 1.0)
 
 
-def rate(shape: str, tokens: int, layers: int, impl: str = "auto") -> dict[str, Any]:
-    """Heads a second over `layers` layers (the first pays for compiling and is left out), and what the time went to."""
-    heads = SHAPES[shape].query_heads
+def rate(shape: str, tokens: int, layers: int, dtype: torch.dtype, impl: str = "auto") -> dict[str, Any]:
+    """Heads a second over `layers` layers, and what the time went to. One more, the first, pays for compiling and is
+    left out. OptionError for an implementation that cannot serve, PromptError where no candidate leaves anything out.
+    """
+    heads, head_dim = SHAPES[shape].query_heads, SHAPES[shape].head_dim
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     grid = default_grid()
+    check_impl(impl, head_dim, dtype, device)
+    check_length(grid, "synthetic", tokens)
     settings = Settings(tuple(range(layers + 1)), grid, SAMPLING, impl)
-    prompt = SearchPrompt("made", "made", (0,) * tokens, "0" * 64)
-    found, seconds = [], []
+    prompt = SearchPrompt("synthetic", "synthetic", (0,) * tokens, "0" * 64)
+    measured, seconds = [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for layer in settings.layers:
-        inputs = made_layer(SHAPES[shape], tokens, layer, device, dtype)
+        inputs = synthetic_layer(SHAPES[shape], tokens, layer, device, dtype)
         began = time.perf_counter()
-        found.append(measure_layer(inputs, layer, prompt, settings))
+        measured.append(measure_layer(inputs, layer, prompt, settings))
         seconds.append(time.perf_counter() - began)
-    result = PromptResult(prompt.to_dict(), 0.0, tuple(found[1:]))
+    result = PromptResult(prompt.to_dict(), 0.0, tuple(measured[1:]))
     cost = fit([result], grid, {"hardware": hardware(device), "versions": versions()})
     timed = sorted(seconds[1:])
     median = timed[len(timed) // 2]
     rows = [
         {
             "pattern": pattern.label,
-            "index_ms": min(layer["rows"][at]["index_ms"] for layer in found[1:]),
-            "kernel_ms": min(layer["rows"][at]["kernel_ms"] for layer in found[1:]),
-            "missed_mass_mean": sum(sum(layer["rows"][at]["mean"]) for layer in found[1:]) / (layers * heads),
-            "computed_density": sum(sum(layer["rows"][at]["computed_pairs"]) for layer in found[1:])
+            "index_ms": min(layer["rows"][at]["index_ms"] for layer in measured[1:]),
+            "kernel_ms": min(layer["rows"][at]["kernel_ms"] for layer in measured[1:]),
+            "missed_mass_mean": sum(sum(layer["rows"][at]["mean"]) for layer in measured[1:]) / (layers * heads),
+            "computed_density": sum(sum(layer["rows"][at]["computed_pairs"]) for layer in measured[1:])
             / (layers * heads * tokens * (tokens + 1) / 2),
         }
         for at, pattern in enumerate(grid.candidates)
     ]
     targets = [Target(max_missed=share) for share in (0.005, 0.02, 0.05, 0.1)]
     targets += [Target(speedup=most_speedup(result, cost, settings) * share) for share in (0.5, 0.8)]
-    made = [winner(result, cost, shape, settings, device, dtype, target) for target in targets]
+    winners = [winner(result, cost, shape, settings, device, dtype, target) for target in targets]
     return {
-        "winners": made,
+        "winners": winners,
         "shape": shape,
         "tokens": tokens,
         "layers": layers,
         "candidates": len(grid),
         "mixed_layers": MIXED,
-        "impl": found[-1]["impl"],
+        "impl": measured[-1]["impl"],
         "hardware": hardware(device),
         "heads_per_second": heads / median,
         "seconds_per_layer": median,
         "first_layer_seconds": seconds[0],
-        "dense_ms": min(layer["dense_ms"] for layer in found[1:]),
+        "dense_ms": min(layer["dense_ms"] for layer in measured[1:]),
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None,
         "cost_model": cost.to_dict(),
         "rows": rows,
@@ -128,37 +123,23 @@ def winner(
 ) -> dict[str, Any]:
     """The choice for a target, timed: best of five a layer in turn with dense, beside what the cost model says."""
     table = Table.of([result], settings.grid)
-    found = allocate(table, cost, target)
+    allocation = allocate(table, cost, target)
     measured, dense = 0.0, 0.0
     for at, layer in enumerate(table.layers):
-        inputs = made_layer(SHAPES[shape], result.tokens, layer, device, dtype)
-        patterns = [found.pattern(settings.grid, at, head) for head in range(table.heads)]
+        inputs = synthetic_layer(SHAPES[shape], result.tokens, layer, device, dtype)
+        patterns = [allocation.pattern(settings.grid, at, head) for head in range(table.heads)]
         timed = time_beside_dense(inputs, patterns, settings.estimator, settings.impl, 5)
-        measured += timed.index_ms + timed.kernel_ms if found.picked[at].any() else timed.dense_ms
+        measured += timed.index_ms + timed.kernel_ms if allocation.picked[at].any() else timed.dense_ms
         dense += timed.dense_ms
-    said = found.prediction
+    predicted = allocation.prediction
     return {
         "target": target.to_dict(),
-        "predicted_ms": said.attention_ms,
-        "predicted_dense_ms": said.dense_attention_ms,
+        "predicted_ms": predicted.attention_ms,
+        "predicted_dense_ms": predicted.dense_attention_ms,
         "measured_ms": measured,
         "dense_ms": dense,
-        "missed_mass_mean": said.loss_mean,
-        "missed_mass_worst_head": said.loss_worst,
-        "computed_density": said.computed_pairs / said.causal_pairs,
-        "stayed_dense": len(found.stayed_dense),
+        "missed_mass_mean": predicted.loss_mean,
+        "missed_mass_worst_head": predicted.loss_worst,
+        "computed_density": predicted.computed_pairs / predicted.causal_pairs,
+        "stayed_dense": len(allocation.stayed_dense),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--impl", default="auto")
-    asked = parser.parse_args()
-    print(json.dumps(rate(asked.shape, asked.tokens, asked.layers, asked.impl), indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -22,12 +22,19 @@ from headscope.engine.base.progress import Cancel
 from headscope.engine.base.timing import timed
 from headscope.engine.patterns.families import Fraction, VerticalSlash
 from headscope.engine.search.cost import TILE_CELLS, CostModel
-from headscope.engine.search.measure import SearchError, SearchPrompt, Source
+from headscope.engine.search.measure import Source
+from headscope.engine.search.results import SearchError, SearchPrompt
 from headscope.kernels.torch import index as torch_index
 from headscope.kernels.torch.probabilities import probabilities
 
 SHARES = (0.06, 0.12, 0.24, 0.48)
 """Requested cells as shares of the causal cells."""
+
+FEWEST_TOKENS = 64
+"""Of a prompt: its thirds are looked at apart, and the first rows keep everything."""
+
+MISSED = 0.1
+"""Mean missed mass at which estimators are compared by their whole time."""
 
 COLUMN_SHARE = 0.5
 SINK, LOCAL = 4, 16
@@ -59,14 +66,14 @@ class SamplingPoint:
 def choices(rows: Sequence[int] = (16, 32, 64, 128, 256)) -> tuple[Estimator, ...]:
     """The curve over rows for two ways to sample, and every other choice at 64 rows."""
     half = Estimator(64, "half", overlap="removed")
-    made = [replace(base, rows=count) for base in (Estimator(), half) for count in rows]
-    made += [
+    estimators = [replace(base, rows=count) for base in (Estimator(), half) for count in rows]
+    estimators += [
         Estimator(64, where, overlap=overlap) for where in ("tail", "spread", "half") for overlap in ("keep", "removed")
     ]
     for base in (Estimator(), half):
-        made += [replace(base, columns="max"), replace(base, statistic="logit")]
-        made += [replace(base, slashes=how) for how in ("mean", "shrunk")]
-    return tuple(dict.fromkeys(made))
+        estimators += [replace(base, columns="max"), replace(base, statistic="logit")]
+        estimators += [replace(base, slashes=how) for how in ("mean", "shrunk")]
+    return tuple(dict.fromkeys(estimators))
 
 
 def study(
@@ -77,22 +84,31 @@ def study(
     shares: Sequence[float] = SHARES,
     cancel: Cancel | None = None,
 ) -> list[SamplingPoint]:
-    """Every estimator at every share, on the given layers of several prompts. Memory is linear in the length."""
-    made = tuple(estimators) if estimators is not None else choices()
-    if not prompts or not layers or not made:
+    """Every estimator at every share, on the given layers of several prompts. Memory is linear in the length.
+
+    SearchError for nothing to compare and for prompts of fewer than `FEWEST_TOKENS` tokens; what `source` raises.
+    """
+    compared = tuple(estimators) if estimators is not None else choices()
+    if not prompts or not layers or not compared:
         raise SearchError("A study of sampling needs at least one prompt, one layer and one estimator.")
+    for prompt in prompts:
+        if len(prompt.ids) < FEWEST_TOKENS:
+            raise SearchError(
+                f"A study of sampling needs prompts of at least {FEWEST_TOKENS} tokens, and {prompt.name} has "
+                f"{len(prompt.ids)}: leave it out, or give it more text."
+            )
     # [prompt][layer] of (captured [estimators, shares, heads, 4], index ms [estimators])
-    found: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    results: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for prompt in prompts:
         rows: list[tuple[np.ndarray, np.ndarray]] = []
 
         def visit(layer: int, inputs: LayerInputs, rows: list[Any] = rows) -> None:
-            rows.append(_layer(inputs, made, shares))
+            rows.append(_layer(inputs, compared, shares))
 
         source.stream(prompt, visit, list(layers), cancel)
-        found.append(rows)
-    captured = np.array([[layer[0] for layer in prompt] for prompt in found])
-    index_ms = np.array([[layer[1] for layer in prompt] for prompt in found])
+        results.append(rows)
+    captured = np.array([[layer[0] for layer in prompt] for prompt in results])
+    index_ms = np.array([[layer[1] for layer in prompt] for prompt in results])
     return [
         SamplingPoint(
             estimator=estimator,
@@ -105,7 +121,7 @@ def study(
             index_ms=float(np.median(index_ms[:, :, e])),
             prompts=tuple(captured[:, :, e, s, :, 0].mean((1, 2)).tolist()),
         )
-        for e, estimator in enumerate(made)
+        for e, estimator in enumerate(compared)
         for s, share in enumerate(shares)
     ]
 
@@ -114,9 +130,9 @@ def _layer(
     inputs: LayerInputs, estimators: Sequence[Estimator], shares: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
     heads = inputs.query_heads
-    chosen = [[lines_at(inputs, estimator, share) for share in shares] for estimator in estimators]
-    columns = torch.stack([torch.stack([pair[0] for pair in row]) for row in chosen])  # [E, S, H, n] bool
-    distances = torch.stack([torch.stack([pair[1] for pair in row]) for row in chosen])
+    lines = [[lines_at(inputs, estimator, share) for share in shares] for estimator in estimators]
+    columns = torch.stack([torch.stack([pair[0] for pair in row]) for row in lines])  # [E, S, H, n] bool
+    distances = torch.stack([torch.stack([pair[1] for pair in row]) for row in lines])
     _, lse = attend_dense(inputs)
     rows = captured_rows(inputs, lse, columns.flatten(0, 1), distances.flatten(0, 1))
     rows = rows.view(*columns.shape[:2], heads, -1)
@@ -126,11 +142,11 @@ def _layer(
     pattern = VerticalSlash(Fraction(1 / 16, least=8), Fraction(1 / 16, least=16), sink=SINK, local=LOCAL)
     times = []
     for estimator in estimators:
-        again = [
+        times_ms = [
             timed(lambda e=estimator: index_layer(inputs, [pattern] * heads, estimator=e), inputs.device)[1]  # type: ignore[misc]
             for _ in range(3)
         ]
-        times.append(min(again))
+        times.append(min(times_ms))
     return stats.cpu().numpy(), np.array(times)
 
 
@@ -148,8 +164,8 @@ def lines_at(inputs: ScoreInputs, estimator: Estimator, share: float) -> tuple[t
         weight = weight.masked_fill(columns[:, None, :], 0.0)
     along = torch_index.distance_sums(weight, rows, estimator.slashes)
     # Distance d has length - d cells, less one for every chosen column below length - d.
-    taken = columns.long().cumsum(1).flip(1)
-    used = (length - place)[None, :] - taken
+    taken_out = columns.long().cumsum(1).flip(1)
+    used = (length - place)[None, :] - taken_out
     left = target - (columns * (length - place)).sum(1)
     return columns, _fill(along, used, LOCAL, left)
 
@@ -205,6 +221,9 @@ class Total:
     def total_ms(self) -> float:
         return self.index_ms + self.kernel_ms
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"total_ms": self.total_ms}
+
 
 def totals(points: Sequence[SamplingPoint], target: float, cost: CostModel, tokens: int, heads: int) -> list[Total]:
     """Estimators by total time at a mean missed mass of `target`, cheapest first; those that never reach it last.
@@ -215,12 +234,12 @@ def totals(points: Sequence[SamplingPoint], target: float, cost: CostModel, toke
     for point in points:
         by_estimator.setdefault(point.estimator, []).append(point)
     tile_ms = cost.heads["vertical-slash"]["tile"]
-    made = []
+    compared = []
     for estimator, row in by_estimator.items():
         share, reached = _share_needed(sorted(row, key=lambda point: point.share), target)
         tiles = share * tokens * (tokens + 1) / 2 / TILE_CELLS * heads
-        made.append(Total(estimator, share, row[0].index_ms, tiles * tile_ms, reached))
-    return sorted(made, key=lambda total: (not total.reached, total.total_ms, total.estimator.rows))
+        compared.append(Total(estimator, share, row[0].index_ms, tiles * tile_ms, reached))
+    return sorted(compared, key=lambda total: (not total.reached, total.total_ms, total.estimator.rows))
 
 
 def _share_needed(row: Sequence[SamplingPoint], target: float) -> tuple[float, bool]:

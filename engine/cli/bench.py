@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from headscope.engine.base.errors import OptionError
 from headscope.engine.bench.shapes import SHAPES
 from headscope.engine.cli import output as cli_output
+from headscope.engine.cli.bench_tables import kernel_table, prefill_table, rate_table, sampling_table
 from headscope.engine.cli.ending import nothing_begun
 from headscope.engine.cli.options import parse_layers, parse_lengths, read_given
 from headscope.engine.cli.output import bar, steps
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from headscope.engine.bench.layers import Report
-    from headscope.engine.bench.prefill import PrefillReport, Setting
+    from headscope.engine.bench.prefill import Setting
     from headscope.engine.prompts.prompt import Prompt
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -52,7 +51,8 @@ def bench(
         bool, typer.Option("--host", help="Write the host profile: below which length this machine stays dense.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="Time Q/K/V captured from this model on --prompt, not random ones.")
+        str | None,
+        typer.Option("--model", help="Take Q/K/V from this model on --prompt or --prompts, not random ones."),
     ] = None,
     prompt: Annotated[
         str | None,
@@ -72,7 +72,28 @@ def bench(
     ] = None,
     timed_layers: Annotated[
         int | None,
-        typer.Option("--timed-layers", min=1, max=1000, help="With --prefill: layers that run; totals are scaled."),
+        typer.Option(
+            "--timed-layers",
+            min=1,
+            max=1000,
+            help="With --prefill: layers that run; totals are scaled. With --search-rate: layers searched (3).",
+        ),
+    ] = None,
+    search_rate: Annotated[
+        bool, typer.Option("--search-rate", help="How fast this machine searches, on synthetic layers of --shape.")
+    ] = False,
+    sampling: Annotated[
+        bool, typer.Option("--sampling", help="What every way to sample the index captures, on --model and --prompts.")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="With --sampling: a folder of .txt or .md files.")
+    ] = None,
+    cost_model: Annotated[
+        Path | None,
+        typer.Option(
+            "--cost-model",
+            help="With --sampling: a cost-model.json of a search; adds index and kernel time at 10 % missed.",
+        ),
     ] = None,
 ) -> None:
     """Time dense and sparse attention of one layer against SDPA (forced to cuDNN on CUDA), in one interleaved run.
@@ -80,18 +101,28 @@ def bench(
     Every kernel passes a check against float64 before it is timed. On random inputs vertical-slash settings are timed
     on a fixed clustered index; "index in" adds the time of building an index of the same budget. With --model and
     --prompt the online index itself is timed on real Q/K/V, with what it misses. With --prefill whole prefills are
-    timed, vertical-slash 1000/6096 in every head and each --config, dense below what the host profile says.
+    timed, vertical-slash 1000/6096 in every head and each --config, dense below what the host profile says. With
+    --search-rate a search of synthetic layers is timed, and its winners beside what the cost model says of them. With
+    --sampling every way to sample rows is measured on --model and --prompts: the mass that its lines capture at equal
+    cells, and its index time.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise OptionError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype[:40]!r}")
-    _check_together(model, prompt, layers, prefill, host_profile, config, timed_layers)
+    _check_modes(
+        {"--prefill": prefill, "--search-rate": search_rate, "--sampling": sampling, "--host": host_profile},
+        timed_layers,
+        config,
+    )
+    if sampling and impl != "auto":
+        raise OptionError("--sampling compares estimators and not implementations: leave --impl out")
+    _check_sources(model, prompt, prompts, layers, sampling, prefill or search_rate or host_profile, cost_model)
     if shape not in SHAPES:
         raise OptionError(f"--shape must be one of {', '.join(SHAPES)}, got {shape[:40]!r}")
     asked = None if lengths is None else parse_lengths("--lengths", lengths)
     batches = parse_lengths("--batch", batch)
     wanted = None if layers is None else parse_layers(layers)
     cli_output.check_outputs(json=json_file, host=_host_path() if host_profile else None)
-    given = None if prompt is None else read_given(prompt)
+    text = None if prompt is None else read_given(prompt)
     with nothing_begun():
         import torch
 
@@ -102,12 +133,18 @@ def bench(
     if prefill:
         _prefill(shape, asked, kind, impl, repeats, config or [], timed_layers, json_file)
         return
-    chosen = [case for case in CASES if cases is None or cases in case.name]
-    if not chosen:
+    if search_rate:
+        _search_rate(shape, asked, kind, impl, timed_layers or 3, json_file)
+        return
+    if sampling and model is not None and prompts is not None:
+        _sampling(model, prompts, wanted, asked, None if dtype is None else kind, cost_model, json_file)
+        return
+    settings = [case for case in CASES if cases is None or cases in case.name]
+    if not settings:
         raise OptionError(f"--cases {cases!r} names none of {', '.join(case.name for case in CASES)}")
-    options: dict[str, Any] = {"impl": impl, "cases": chosen, "repeats": repeats, "flex": flex}
-    if model is not None and given is not None:
-        report = _captured(model, given, wanted, asked, None if dtype is None else kind, options)
+    options: dict[str, Any] = {"impl": impl, "cases": settings, "repeats": repeats, "flex": flex}
+    if model is not None and text is not None:
+        report = _captured(model, text, wanted, asked, None if dtype is None else kind, options)
     else:
         tokens = asked or parse_lengths("--lengths", "4K,8K,12K,16K,32K,128K" if cuda else "512,1K")
         with steps("timing") as progress:
@@ -115,11 +152,11 @@ def bench(
                 shape, SHAPES[shape], tokens, batches=batches, dtype=kind, progress=progress, **options
             )
     console = cli_output.out()
-    console.print(_table(report, console.width))
-    for found in report.planted:
+    console.print(kernel_table(report, console.width))
+    for planted in report.planted:
         cli_output.note(
-            f"planted structure at {found['length']} tokens: the index finds {found['columns_found']:.0%} of the "
-            f"columns and {found['distances_found']:.0%} of the distances"
+            f"planted structure at {planted['length']} tokens: the index finds {planted['columns_found']:.0%} of the "
+            f"columns and {planted['distances_found']:.0%} of the distances"
         )
     if json_file is not None:
         cli_output.write_json(json_file, _finite(report.to_dict()))
@@ -135,31 +172,42 @@ def _host_path() -> Path:
     return default_path()
 
 
-def _check_together(
+def _check_modes(modes: dict[str, bool], timed_layers: int | None, config: list[Path] | None) -> None:
+    """`OptionError` for two modes at once, or for an option of a mode that is not asked for."""
+    asked = [name for name, on in modes.items() if on]
+    if len(asked) > 1:
+        raise OptionError(f"{' and '.join(asked)} measure different things: ask for one at a time")
+    if config and not modes["--prefill"]:
+        raise OptionError("--config goes with --prefill")
+    if timed_layers is not None and not (modes["--prefill"] or modes["--search-rate"]):
+        raise OptionError("--timed-layers goes with --prefill or --search-rate")
+
+
+def _check_sources(
     model: str | None,
     prompt: str | None,
+    prompts: Path | None,
     layers: str | None,
-    prefill: bool,
-    host: bool,
-    config: list[Path] | None,
-    timed_layers: int | None,
+    sampling: bool,
+    random: bool,
+    cost_model: Path | None,
 ) -> None:
-    """`OptionError` for options that do not go together."""
-    if (model is None) != (prompt is None):
+    """`OptionError` where a model and its prompts do not go together, or with what runs on `random` inputs."""
+    if random and model is not None:
+        raise OptionError("--prefill, --search-rate and --host run on random inputs: leave --model out")
+    if sampling and (model is None or prompts is None or prompt is not None):
+        raise OptionError("--sampling needs --model and --prompts, a folder, in place of --prompt")
+    if not sampling and (prompts is not None or cost_model is not None):
+        raise OptionError("--prompts and --cost-model go with --sampling")
+    if not sampling and (model is None) != (prompt is None):
         raise OptionError("--model and --prompt go together: real captures need both")
     if layers is not None and model is None:
         raise OptionError("--layers goes with --model: it says which layers to capture")
-    if prefill and model is not None:
-        raise OptionError("--prefill runs random weights of --shape: leave --model out")
-    if host and (prefill or model is not None):
-        raise OptionError("--host is measured on random inputs: leave --prefill and --model out")
-    if not prefill and (config or timed_layers is not None):
-        raise OptionError("--config and --timed-layers go with --prefill")
 
 
 def _captured(
     model: str,
-    given: Prompt,
+    text: Prompt,
     layers: tuple[int, ...] | None,
     lengths: list[int] | None,
     dtype: torch.dtype | None,
@@ -173,8 +221,8 @@ def _captured(
 
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, progress=progress)
-    ids = encode(loaded, given.text, template=False).ids
-    facts = prompt_record(given.name, given.kind, given.sha256, int(ids.shape[1]), False)
+    ids = encode(loaded, text.text, template=False).ids
+    facts = prompt_record(text.name, text.kind, text.sha256, int(ids.shape[1]), False)
     with steps("timing") as note:
         return run_captures(loaded, ids, lengths=lengths, layers=layers, prompt=facts, progress=note, **options)
 
@@ -215,12 +263,74 @@ def _prefill(
             progress=progress,
         )
     console = cli_output.out()
-    console.print(_prefill_table(report, console.width))
+    console.print(prefill_table(report, console.width))
     for row in report.rows:
         if row.note:
             cli_output.note(f"{row.length} tokens, {row.setting}: {row.note}")
     if json_file is not None:
         cli_output.write_json(json_file, _finite(report.to_dict()))
+
+
+def _search_rate(
+    shape: str, lengths: list[int] | None, dtype: torch.dtype, impl: str, layers: int, json_file: Path | None
+) -> None:
+    """A timed search of synthetic layers at every length."""
+    import torch
+
+    from headscope.engine.bench.rate import rate
+
+    reports = []
+    for tokens in lengths or parse_lengths("--lengths", "32K" if torch.cuda.is_available() else "1K"):
+        with bar(f"searching {layers} layers of {tokens} tokens"):
+            reports.append(rate(shape, tokens, layers, dtype, impl))
+        cli_output.out().print(rate_table(reports[-1]))
+    if json_file is not None:
+        cli_output.write_json(json_file, _finite({"searches": reports}))
+
+
+def _sampling(
+    model: str,
+    prompts: Path,
+    layers: tuple[int, ...] | None,
+    lengths: list[int] | None,
+    dtype: torch.dtype | None,
+    cost_model: Path | None,
+    json_file: Path | None,
+) -> None:
+    """What every estimator captures on the prompts of a folder, cut to one length if that is given."""
+    from headscope.engine.base.machine import hardware, versions
+    from headscope.engine.bench.layers import a_few
+    from headscope.engine.bench.sampling import MISSED, study, totals
+    from headscope.engine.model.load import load_model
+    from headscope.engine.prompts.sources import read_folder
+    from headscope.engine.search.cost import CostModel
+    from headscope.engine.search.source import ModelSource, encode_prompts
+
+    if lengths is not None and len(lengths) > 1:
+        raise OptionError("--sampling cuts its prompts to one length: give a single one with --lengths")
+    texts = read_folder(prompts)
+    cost = None if cost_model is None else CostModel.load(cost_model)
+    with bar(f"loading {model}") as progress:
+        loaded = load_model(model, dtype=dtype, progress=progress)
+    source = ModelSource(loaded)
+    calibration = encode_prompts(loaded, texts, None if lengths is None else lengths[0], template=False)
+    measured = source.layers(layers) if layers is not None else a_few(source.layers(None))
+    with bar(f"sampling {len(calibration)} prompts"):
+        points = study(source, calibration, measured)
+    tokens = sum(len(prompt.ids) for prompt in calibration) // len(calibration)
+    whole = [] if cost is None else totals(points, MISSED, cost, tokens, loaded.facts.query_heads)
+    cli_output.out().print(sampling_table(points, whole))
+    if json_file is not None:
+        report = {
+            "model": loaded.facts.to_dict(),
+            "prompts": [prompt.to_dict() for prompt in calibration],
+            "layers": list(measured),
+            "hardware": hardware(loaded.device),
+            "versions": versions(),
+            "points": [point.to_dict() for point in points],
+            "totals": [total.to_dict() for total in whole],
+        }
+        cli_output.write_json(json_file, _finite(report))
 
 
 def _setting(path: Path) -> Setting:
@@ -232,11 +342,11 @@ def _setting(path: Path) -> Setting:
 
     value = files.read_json(path)
     ours = interop.detect(value, str(path)) == "headscope"
-    made = (
+    config = (
         HeadConfig.from_dict(value, str(path)) if ours else interop.import_foreign(value, "minference", name=path.name)
     )
-    patterns = tuple(made.patterns(layer) for layer in range(len(made.heads)))
-    return Setting(path.stem[:40], patterns, made.estimator)
+    patterns = tuple(config.patterns(layer) for layer in range(len(config.heads)))
+    return Setting(path.stem[:40], patterns, config.estimator)
 
 
 def _tell_crossovers(report: Report) -> None:
@@ -247,131 +357,6 @@ def _tell_crossovers(report: Report) -> None:
             never = f"{name} did not win up to {longest} tokens"
             text = never if tokens > longest else f"{name} wins from {tokens} tokens, index included"
             cli_output.note(f"batch {size}: {text}")
-
-
-def _table(report: Report, width: int = 130) -> Table:
-    """One row a measurement; below 118 columns the less needed are left out."""
-    from headscope.engine.bench.layers import FIXED
-
-    narrow = width < 118
-    left_out = {"impl", "spread\nms", "TF/s", "error"} if narrow else set()
-    if all(row.to_flex is None for row in report.rows):
-        left_out.add("x\nflex")
-    if all(row.layer is None for row in report.rows):
-        left_out.add("layer")
-    if len({row.batch for row in report.rows}) == 1 and (narrow or "layer" not in left_out):
-        left_out.add("batch")
-    baseline = "cuDNN" if report.machine["device"] == "cuda" else "SDPA on the CPU"
-    where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    notes = ["impl, spread, TF/s and error: in a terminal of 118 columns, or with --json"] if narrow else []
-    if any(row.index == FIXED for row in report.rows):
-        notes.append("* on a fixed clustered index; the index time is that of building one of the same budget")
-    table = Table(
-        title=f"{report.shape}, {report.dtype}; baseline {baseline}; {where}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        caption_justify="left",
-        caption="\n".join(notes) or None,
-        padding=(0, 0, 0, 1) if narrow else (0, 1),
-    )
-    headers = (
-        "tokens",
-        "layer",
-        "batch",
-        "what",
-        "impl",
-        "median\nms",
-        "spread\nms",
-        "TF/s",
-        "density",
-        "missed",
-        "x\nbase",
-        "index\nms",
-        "x base,\nindex in",
-        "x\nflex",
-        "error",
-    )
-    for name in headers:
-        if name not in left_out:
-            table.add_column(name, justify="left" if name in ("what", "impl") else "right", no_wrap=True)
-    for row in report.rows:
-        if row.note:
-            cells = {"tokens": str(row.length), "batch": str(row.batch), "what": row.note}
-            table.add_row(*(cells.get(name, "") for name in headers if name not in left_out))
-            continue
-        what = row.name + ("*" if row.index == FIXED else "")
-        shown = (
-            str(row.length),
-            "" if row.layer is None else str(row.layer),
-            str(row.batch),
-            what,
-            row.impl,
-            f"{row.median_ms:.3f}",
-            f"{row.spread_ms:.3f}",
-            f"{row.tflops:.1f}",
-            f"{row.density:.1%}",
-            _number(row.missed_mean, ".2%"),
-            f"{row.to_baseline:.2f}",
-            _number(row.index_ms, ".3f"),
-            _number(row.with_index, ".2f"),
-            _number(row.to_flex, ".2f"),
-            _number(row.error, ".1e"),
-        )
-        table.add_row(*(text for name, text in zip(headers, shown, strict=True) if name not in left_out))
-    return table
-
-
-def _prefill_table(report: PrefillReport, width: int = 130) -> Table:
-    """Whole prefills, one setting a row: the parts of eq. 13 in seconds."""
-    narrow = width < 118
-    where = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    table = Table(
-        title=f"whole prefill, {report.model}, {report.dtype}, random weights; {where}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 0, 0, 1) if narrow else (0, 1),
-    )
-    headers = (
-        "tokens",
-        "what",
-        "total s",
-        "proj.",
-        "index",
-        "attention",
-        "other",
-        "share",
-        "x dense",
-        "density",
-        "GiB",
-    )
-    left_out = {"proj.", "other", "share"} if narrow else set()
-    for name in headers:
-        if name not in left_out:
-            table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
-    for row in report.rows:
-        if not math.isfinite(row.total_ms):
-            shown: tuple[str, ...] = (str(row.length), row.note, *[""] * 9)
-        else:
-            parts = (row.total_ms, row.projections_ms, row.index_ms, row.attention_ms, row.other_ms)
-            shown = (
-                str(row.length),
-                row.setting,
-                *(f"{part / 1e3:.3f}" for part in parts),
-                f"{row.share:.0%}",
-                f"{row.to_dense:.2f}",
-                f"{row.density:.1%}",
-                f"{row.peak_mib / 1024:.1f}",
-            )
-        table.add_row(*(text for name, text in zip(headers, shown, strict=True) if name not in left_out))
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _finite(value: Any) -> Any:

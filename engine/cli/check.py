@@ -19,16 +19,16 @@ def check(
     force: Force = False,
 ) -> None:
     """Say whether a head config fits a model, and what each layer will run: exit code 0, or 1 with every reason."""
-    found = read_config(config)
+    candidate = read_config(config)
     with nothing_begun():
         from headscope.engine.model import plan
         from headscope.engine.model.load import load_model
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, progress=progress)
     layers = plan.layer_reasons(loaded.model)
-    for place, words in plan.described(found, layers):
+    for place, words in plan.described(candidate, layers):
         typer.echo(f"layers {place}: {words}")
-    reasons = found.check(loaded, force_weights=force) + plan.problems(found, layers)
+    reasons = candidate.check(loaded, force_weights=force) + plan.problems(candidate, layers)
     for reason in reasons:
         typer.echo(reason + cli_output.force_hint([reason]))
     if reasons:

@@ -20,7 +20,7 @@ from headscope.engine.cli.output import bar
 if TYPE_CHECKING:
     from headscope.engine.config.file import HeadConfig
     from headscope.engine.model.load import LoadedModel
-    from headscope.engine.search.measure import SearchPrompt
+    from headscope.engine.search.results import SearchPrompt
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
     from headscope.engine.prompts.sources import list_prompts, read_folder
 
     cli_output.check_outputs(json=json)
-    found = HeadConfig.load(config)
+    head_config = HeadConfig.load(config)
     ladder: dict[str, Any] = {
         "kinds": [kind.strip() for kind in kinds.split(",") if kind.strip()],
         "lengths": parse_numbers("--lengths", lengths, int),
@@ -71,14 +71,14 @@ def evaluate(
         from headscope.engine.search.source import encode_prompts, load_prompts
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-    check_fits(found, loaded, force)
+    check_fits(head_config, loaded, force)
     if ladder["kinds"] and max(ladder["lengths"]) > loaded.facts.max_position:
         raise OptionError(
             f"--lengths asks for {max(ladder['lengths'])} tokens and {loaded.name} has {loaded.facts.max_position} "
             "positions: choose shorter ones"
         )
     if force:
-        found = found.forced_onto(loaded)
+        head_config = head_config.forced_onto(loaded)
     if prompts is not None:
         texts = load_prompts(loaded, prompts, tokens, False)
     else:
@@ -88,16 +88,16 @@ def evaluate(
         if len(text.ids) < 2:
             raise PromptError(f"{text.name} has one token, and the first is never predicted: give a longer text")
     asked = ladder["lengths"] if ladder["kinds"] else []
-    with told_lengths(found, [*(len(text.ids) for text in texts), *asked]) as said:
-        report = _measured(loaded, found, texts, ladder, continue_, by_layer)
+    with told_lengths(head_config, [*(len(text.ids) for text in texts), *asked]) as warned:
+        report = _measured(loaded, head_config, texts, ladder, continue_, by_layer)
     _show_quality(report)
     if json is not None:
-        cli_output.write_json(json, {"config": found.digest(), "model": loaded.name, "warnings": said} | report)
+        cli_output.write_json(json, {"config": head_config.digest(), "model": loaded.name, "warnings": warned} | report)
 
 
 def _measured(
     loaded: LoadedModel,
-    found: HeadConfig,
+    head_config: HeadConfig,
     texts: Sequence[SearchPrompt],
     ladder: dict[str, Any],
     continue_: int,
@@ -112,18 +112,18 @@ def _measured(
     with bar("comparing logits") as progress:
         for at, text in enumerate(texts):
             ids = torch.tensor([text.ids])
-            parts[0].append(quality.quality(loaded, ids, found, text.name))
+            parts[0].append(quality.quality(loaded, ids, head_config, text.name))
             if continue_:
-                parts[1].append(quality.continuation(loaded, ids, found, text.name, continue_))
+                parts[1].append(quality.continuation(loaded, ids, head_config, text.name, continue_))
             progress(at + 1, len(texts))
     cells: list[quality.RetrievalCell] = []
     tasks: list[quality.RetrievalTask] = []
     if ladder["kinds"]:
         with bar("asking for hidden answers") as progress:
-            cells, tasks = quality.retrieval(loaded, found, **ladder, progress=progress)
+            cells, tasks = quality.retrieval(loaded, head_config, **ladder, progress=progress)
     if by_layer:
         with bar("layer by layer") as progress:
-            parts[2] = quality.by_layer(loaded, torch.tensor([texts[0].ids]), found, progress=progress)
+            parts[2] = quality.by_layer(loaded, torch.tensor([texts[0].ids]), head_config, progress=progress)
     return quality.report(parts[0], parts[1], cells, tasks, parts[2])
 
 

@@ -16,7 +16,7 @@ from headscope.engine.cli.options import (
     Force,
     Json,
     Model,
-    Prompt,
+    PromptSource,
     Template,
     load,
     read_config,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def generate(
     model: Model,
-    prompt: Prompt,
+    prompt: PromptSource,
     config: Annotated[
         Path | None, typer.Option("--config", help="A head config or a config set; otherwise a sensible start.")
     ] = None,
@@ -54,38 +54,38 @@ def generate(
     from headscope.engine.config.sets import ConfigSet
 
     cli_output.check_outputs(json=json)
-    found = None if config is None else read_config(config)
+    given_config = None if config is None else read_config(config)
     host = HostProfile.load()
-    loaded, given, encoded = load(model, prompt, template, device, dtype)
+    loaded, text, encoded = load(model, prompt, template, device, dtype)
     with nothing_begun():
         from headscope.engine.config.evidence import prompt_record
         from headscope.engine.runs.answer import answer, next_token_kl
         from headscope.engine.runs.inspection import check_fits, in_situ, starting_config
-    chosen = found or starting_config(loaded.facts)
+    served = given_config or starting_config(loaded.facts)
     ids, length = encoded.ids, encoded.tokens
-    single = chosen.pick(length) if isinstance(chosen, ConfigSet) else chosen
+    single = served.pick(length) if isinstance(served, ConfigSet) else served
     why_dense = _why_dense(single, host, length)
-    if found is not None and single is not None:
+    if given_config is not None and single is not None:
         check_fits(single, loaded, force)  # before a dense answer is waited for
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     dense = None
     if compare:
         with bar("dense answer") as progress:
             dense = answer(loaded, ids, None, on_token=lambda n: progress(n, max_new_tokens), **options)
-    own = None if found is None or why_dense else single
-    with told_lengths(own, [length]) as said, bar("sparse answer") as progress:
+    own = None if given_config is None or why_dense else single
+    with told_lengths(own, [length]) as warned, bar("sparse answer") as progress:
         sparse = answer(
             loaded,
             ids,
-            chosen,
+            served,
             host=host,
             force_weights=force,
             on_token=lambda n: progress(n, max_new_tokens),
             **options,
         )
-    described = prompt_record(given.name, given.kind, given.sha256, length, encoded.chat_template)
+    described = prompt_record(text.name, text.kind, text.sha256, length, encoded.chat_template)
     report: dict[str, Any] = {
-        "run": run_facts(loaded, described) | {"warnings": said},
+        "run": run_facts(loaded, described) | {"warnings": warned},
         "ran_dense": why_dense,
         "sparse": sparse.to_dict(),
     }
@@ -114,13 +114,13 @@ def _why_dense(config: HeadConfig | None, host: HostProfile, length: int) -> str
     return f"this machine's host profile keeps prompts under {below} tokens dense" if length < below else None
 
 
-def _show(name: str, made: Answer) -> None:
+def _show(name: str, answer: Answer) -> None:
     console = cli_output.out()
-    then = "" if made.decode_ms_per_token is None else f", then {made.decode_ms_per_token:.1f} ms a token"
-    console.print(Text.assemble((name, "bold"), f": TTFT {made.ttft_ms:.0f} ms{then}"))
-    console.print(made.text + "\n")
-    if made.left_alone:
-        note(f"layers that keep the model's own attention: {sorted(made.left_alone)}")
+    then = "" if answer.decode_ms_per_token is None else f", then {answer.decode_ms_per_token:.1f} ms a token"
+    console.print(Text.assemble((name, "bold"), f": TTFT {answer.ttft_ms:.0f} ms{then}"))
+    console.print(answer.text + "\n")
+    if answer.left_alone:
+        note(f"layers that keep the model's own attention: {sorted(answer.left_alone)}")
 
 
 def _show_comparison(dense: Answer, sparse: Answer, kl: float) -> None:

@@ -16,7 +16,7 @@ from headscope.engine.cli.options import (
     Force,
     Json,
     Model,
-    Prompt,
+    PromptSource,
     Template,
     load,
     parse_layers,
@@ -28,7 +28,7 @@ from headscope.engine.cli.output import bar, note
 
 def inspect(
     model: Model,
-    prompt: Prompt,
+    prompt: PromptSource,
     config: Annotated[
         Path | None, typer.Option("--config", help="The head config to measure; otherwise a sensible start.")
     ] = None,
@@ -54,26 +54,26 @@ def inspect(
     from headscope.engine.config.file import HeadConfig
 
     cli_output.check_outputs(json=json, save=save)
-    chosen = None if config is None else HeadConfig.load(config)
+    head_config = None if config is None else HeadConfig.load(config)
     wanted = None if layers is None else parse_layers(layers)
-    loaded, given, encoded = load(model, prompt, template, device, dtype)
+    loaded, text, encoded = load(model, prompt, template, device, dtype)
     with nothing_begun():
         from headscope.engine.config.evidence import prompt_record
         from headscope.engine.runs.inspection import check_fits, inspect_prompt, with_evidence
-    if chosen is not None:
-        check_fits(chosen, loaded, force)
+    if head_config is not None:
+        check_fits(head_config, loaded, force)
     with (
-        told_lengths(chosen, [encoded.tokens]) as said,
+        told_lengths(head_config, [encoded.tokens]) as warned,
         bar(f"measuring {encoded.tokens} tokens, layer by layer") as progress,
     ):
-        result = inspect_prompt(loaded, encoded.ids, chosen, wanted, force_weights=force, progress=progress)
-    described = prompt_record(given.name, given.kind, given.sha256, encoded.tokens, encoded.chat_template)
+        result = inspect_prompt(loaded, encoded.ids, head_config, wanted, force_weights=force, progress=progress)
+    described = prompt_record(text.name, text.kind, text.sha256, encoded.tokens, encoded.chat_template)
     impl = ", ".join(sorted({row["impl"] for row in result.layers}))
     run = {
         **run_facts(loaded, described),
         "config": result.config.digest(),
         "config_source": "starting point" if config is None else printable(config),
-        "warnings": said,
+        "warnings": warned,
         "impl": impl,
         "seconds": result.seconds,
         "peak_mib": result.peak_mib,

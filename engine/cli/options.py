@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from headscope.engine.config.file import HeadConfig
     from headscope.engine.config.sets import ConfigSet
     from headscope.engine.model.load import LoadedModel
-    from headscope.engine.prompts.prompt import Prompt as Text
+    from headscope.engine.prompts.prompt import Prompt
     from headscope.engine.prompts.tokens import Encoded
 
 Model = Annotated[str, typer.Option("--model", help="smollm2, gemma3-270m, a folder, a .gguf file, or a hub id.")]
-Prompt = Annotated[
+PromptSource = Annotated[
     str,
     typer.Option("--prompt", help="A text file, the name of a sample prompt such as code, or - for standard input."),
 ]
@@ -89,9 +89,9 @@ def parse_lengths(option: str, text: str) -> list[int]:
     return sorted(set(lengths))
 
 
-def read_given(prompt: str) -> Text:
+def read_given(prompt: str) -> Prompt:
     """The prompt that an option names: a file, a sample prompt, or standard input (`-`)."""
-    from headscope.engine.prompts.prompt import Prompt as Text
+    from headscope.engine.prompts.prompt import Prompt
     from headscope.engine.prompts.sources import LARGEST_PROMPT, checked_text, read_prompt
 
     if prompt != STDIN:
@@ -99,20 +99,20 @@ def read_given(prompt: str) -> Text:
     raw = b"" if sys.stdin is None else sys.stdin.buffer.read(LARGEST_PROMPT + 1)
     if len(raw) > LARGEST_PROMPT:
         raise OptionError(f"standard input holds more than {LARGEST_PROMPT >> 20} MiB: give a shorter prompt")
-    return Text("stdin", "stdin", checked_text(raw, "standard input"), "file")
+    return Prompt("stdin", "stdin", checked_text(raw, "standard input"), "file")
 
 
 def load(
     model: str, prompt: str, template: bool | None, device: str | None, dtype: str | None
-) -> tuple[LoadedModel, Text, Encoded]:
+) -> tuple[LoadedModel, Prompt, Encoded]:
     """Model, prompt, and the prompt as the model reads it. The prompt is read before the model is loaded."""
-    given = read_given(prompt)
+    text = read_given(prompt)
     with nothing_begun():
         from headscope.engine.model.load import load_model
         from headscope.engine.prompts.tokens import encode
     with bar(f"loading {model}") as progress:
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-    return loaded, given, encode(loaded, given.text, template)
+    return loaded, text, encode(loaded, text.text, template)
 
 
 def read_config(path: Path) -> HeadConfig | ConfigSet:
@@ -133,11 +133,11 @@ def told_lengths(config: HeadConfig | None, lengths: Sequence[int]) -> Iterator[
     from headscope.engine.config.warnings import CalibrationWarning
 
     ends = (min(lengths), max(lengths))
-    said = [] if config is None else list(dict.fromkeys(text for end in ends for text in config.warnings(end)))
-    for text in said:
+    warned = [] if config is None else list(dict.fromkeys(text for end in ends for text in config.warnings(end)))
+    for text in warned:
         note(f"Warning: {text}")
     with warnings.catch_warnings(action="ignore", category=CalibrationWarning):
-        yield said
+        yield warned
 
 
 def run_facts(loaded: LoadedModel, prompt: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def prompt(
 def make(tokens: int, kind: Kind, depth: float, seed: int, encode: Encode | None) -> tuple[str, str]:
     """A made prompt and one line about it."""
     if kind in LONG:
-        made = long_prompt(tokens, seed=seed, encode=encode, source=kind.value)
-        return made.text, f"{_count(made.tokens, made.counted)} from {len(made.pieces)} texts, seed {seed}."
+        written = long_prompt(tokens, seed=seed, encode=encode, source=kind.value)
+        return written.text, f"{_count(written.tokens, written.counted)} from {len(written.pieces)} texts, seed {seed}."
     hidden = retrieval_prompt(kind.value, tokens, depth, seed=seed, encode=encode)
     return hidden.text, f"{_count(hidden.tokens, hidden.counted)}, seed {seed}; the answer is: {hidden.expected}"
 

@@ -20,7 +20,7 @@ from headscope.engine.cli.output import bar, note
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
-    from headscope.engine.search.measure import SearchPrompt, Settings
+    from headscope.engine.search.results import SearchPrompt, Settings
     from headscope.engine.search.run import SearchResult
     from headscope.engine.search.table import Target
 
@@ -112,14 +112,14 @@ def search(
     cli_output.check_outputs(folder=folder, out=out, json=json)
     candidates = default_grid() if grid is None else Grid.load(grid)
     limits = _limits(layer_limit or ())
-    chosen = parse_estimator(estimator)
+    sampling = parse_estimator(estimator)
     wanted = None if layers is None else parse_layers(layers)
     with nothing_begun():
         from headscope.engine.model.load import load_model
         from headscope.engine.search import run as engine
         from headscope.engine.search.cost import CostModel
-        from headscope.engine.search.measure import Settings
         from headscope.engine.search.ranks import Ranks
+        from headscope.engine.search.results import Settings
         from headscope.engine.search.source import ModelSource, load_prompts
     target = _target(max_missed, speedup, metric, Weight.none, limits)
     cost = None if cost_model is None else CostModel.tiles() if cost_model == "tiles" else CostModel.load(cost_model)
@@ -139,7 +139,7 @@ def search(
             target,
             folder,
             grid=candidates,
-            estimator=chosen,
+            estimator=sampling,
             layers=wanted,
             cost=cost,
             impl=impl,
@@ -148,7 +148,7 @@ def search(
         )
     if not ranks.first:
         return
-    settings = Settings(result.table.layers, candidates, chosen, impl)
+    settings = Settings(result.table.layers, candidates, sampling, impl)
     if weight is not Weight.none:
         result = _weighted(result, loaded, calibration, settings, target, weight)
     result.config.save(out)
@@ -256,22 +256,24 @@ def _checks(
     with bar("checking the winner"):
         first = min(calibration, key=lambda prompt: prompt.key)
         own = check_prompt(source, first, result.config, settings.layers, **options)
-        held = [check_prompt(source, prompt, result.config, settings.layers, repeats=0, **options) for prompt in others]
+        held_out = [
+            check_prompt(source, prompt, result.config, settings.layers, repeats=0, **options) for prompt in others
+        ]
     at = next(at for at, each in enumerate(result.table.prompts) if each["key"] == first.key)
-    said = Expected.of(result.allocation.picked, result.table, result.cost, at)
-    found: dict[str, Any] = {"calibration": own.to_dict() | {"predicted": said.to_dict()}}
+    expected = Expected.of(result.allocation.picked, result.table, result.cost, at)
+    checks: dict[str, Any] = {"calibration": own.to_dict() | {"predicted": expected.to_dict()}}
     if result.cost.unit == "ms":
-        found["calibration"]["predicted_attention_ms"] = said.beside(own.dense_attention_ms)
-    if held:
+        checks["calibration"]["predicted_attention_ms"] = expected.beside(own.dense_attention_ms)
+    if held_out:
         stored = calibrated_losses(result.table, result.allocation.picked)
-        found["held_out"] = drift(held, stored).to_dict()
+        checks["held_out"] = drift(held_out, stored).to_dict()
         with bar("the best single setting on the held-out prompts"):
-            found["held_out"]["against_uniform"] = uniform_lead(
-                source, others, held, result.table, result.allocation, result.config, **options
+            checks["held_out"]["against_uniform"] = uniform_lead(
+                source, others, held_out, result.table, result.allocation, result.config, **options
             )
     if len(calibration) > 1:
-        found["one_prompt_or_all"] = one_against_all(result.table, result.cost, result.target)
-    return found
+        checks["one_prompt_or_all"] = one_against_all(result.table, result.cost, result.target)
+    return checks
 
 
 def _explained(source: Any, result: SearchResult, calibration: Sequence[SearchPrompt], count: int) -> list[Any]:
@@ -288,9 +290,9 @@ def _explained(source: Any, result: SearchResult, calibration: Sequence[SearchPr
     places = [(result.table.layers[at], head) for at, head in order]
     with bar("explaining the worst heads"):
         parts = splits(source, min(calibration, key=lambda prompt: prompt.key), result.config, places)
-    told = explain(result.table, result.cost, result.target, result.allocation, places)
+    explanations = explain(result.table, result.cost, result.target, result.allocation, places)
     rows = []
-    for each in told:
+    for each in explanations:
         split = parts[each.layer, each.head]
         rows.append(each.to_dict() | {"split": vars(split) | {"steps": list(split.steps)}, "blame": blame(split)})
     return rows
@@ -329,12 +331,12 @@ def _show(report: dict[str, Any]) -> None:
             "(headscope bench --host finds the length where sparse wins; --cost-model tiles asks for fewest tiles)"
         )
     if "held_out" in report["checked"]:
-        held = report["checked"]["held_out"]
-        layer, head = held["worst_head"]
+        held_out = report["checked"]["held_out"]
+        layer, head = held_out["worst_head"]
         console.print(
-            f"held-out prompts: mean drift {held['mean_drift']:+.4f}, worst {held['worst_drift']:+.4f} at layer "
-            f"{layer} head {head}; less missed than the best single setting by "
-            + ", ".join(f"{row['lead']:+.4f} ({row['prompt']})" for row in held["against_uniform"])
+            f"held-out prompts: mean drift {held_out['mean_drift']:+.4f}, worst {held_out['worst_drift']:+.4f} at "
+            f"layer {layer} head {head}; less missed than the best single setting by "
+            + ", ".join(f"{row['lead']:+.4f} ({row['prompt']})" for row in held_out["against_uniform"])
         )
     for row in report["checked"].get("one_prompt_or_all", []):
         over = "" if row["heads_over_target"] is None else f", {row['heads_over_target']} heads above the target"

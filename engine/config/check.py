@@ -40,20 +40,22 @@ def facts_dict(model: Any) -> dict[str, Any]:
 
 def reasons(config: HeadConfig, facts: Mapping[str, Any], length: int | None, force_weights: bool) -> list[str]:
     """All reasons why `config` must not run on the model with these facts; [] if it may."""
-    found = _unknown(config.model)
+    problems = _unknown(config.model)
     for name, words in _COMPARED.items():
-        found += _differ(words, config.model[name], facts.get(name))
-    found += _rope(config.model["rope"], facts.get("rope"))
-    found += _layer_types(config.model["layer_types"], facts.get("layer_types"))
+        problems += _differ(words, config.model[name], facts.get(name))
+    problems += _rope(config.model["rope"], facts.get("rope"))
+    problems += _layer_types(config.model["layer_types"], facts.get("layer_types"))
     if config.tiles != TILES_VERSION:
-        found.append(f"tiles: the config was made for the rule {config.tiles[:40]}, this version has {TILES_VERSION}")
-    found += _sparse_where_not_allowed(config, facts)
+        problems.append(
+            f"tiles: the config was made for the rule {config.tiles[:40]}, this version has {TILES_VERSION}"
+        )
+    problems += _sparse_where_not_allowed(config, facts)
     if not force_weights:
-        found += _weights(config.model["fingerprint"], facts.get("fingerprint"))
+        problems += _weights(config.model["fingerprint"], facts.get("fingerprint"))
     limit = facts.get("max_position")
     if length is not None and limit and length > limit:
-        found.append(f"length: the prompt has {length} tokens, the model has {limit} positions")
-    return found
+        problems.append(f"length: the prompt has {length} tokens, the model has {limit} positions")
+    return problems
 
 
 def length_warnings(provenance: Mapping[str, Any], length: int) -> list[str]:
@@ -88,12 +90,12 @@ def _rope(ours: Mapping[str, Any] | None, theirs: Any) -> list[str]:
     if ours is None:
         return []
     other = theirs if isinstance(theirs, Mapping) else {}
-    found: list[str] = []
+    problems: list[str] = []
     for name in sorted({*ours, *other}):
         mine, yours = ours.get(name), other.get(name)
         if mine != yours:
-            found.append(f"RoPE {name}: the config is for {_text(mine)}, the model has {_text(yours)}")
-    return found
+            problems.append(f"RoPE {name}: the config is for {_text(mine)}, the model has {_text(yours)}")
+    return problems
 
 
 def _layer_types(ours: Any, theirs: Any) -> list[str]:

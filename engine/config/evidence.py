@@ -1,6 +1,6 @@
 """What justified a head's pattern, and where a config comes from: one set of names for every writer.
 
-`inspect --save`, `search` and the studio write the same fields. Files of before used some other names for the same
+`inspect --save`, `search` and the studio write the same fields. Older files used some other names for the same
 things (`prompt_sha256` or `worst_prompt`, `made`, `template`); `read_evidence` and `read_provenance` give those under
 the names of today, and nothing rewrites the file.
 
@@ -34,7 +34,7 @@ from headscope.engine.base.machine import versions
 if TYPE_CHECKING:
     from headscope.engine.loss.measure import HeadMeasurement
 
-Loss = Literal["isolated", "in situ"]
+LossKind = Literal["isolated", "in situ"]
 
 _OLD_EVIDENCE = {"prompt_sha256": "prompt", "worst_prompt": "prompt"}
 _OLD_PROVENANCE = {"made": "made_by"}
@@ -61,7 +61,7 @@ class Evidence:
     computed_pairs: int
     time_share_ms: float
     tokens: int
-    loss: Loss
+    loss: LossKind
     prompt: str
     prompt_set: str
     run: str | None = None
@@ -86,7 +86,7 @@ class Evidence:
         cls,
         head: HeadMeasurement,
         prompt: Mapping[str, Any],
-        loss: Loss = "isolated",
+        loss: LossKind = "isolated",
         run: str | None = None,
     ) -> Evidence:
         """A measurement on one prompt (see `prompt_record`)."""

@@ -152,9 +152,9 @@ class HeadConfig:
         """The same pattern for every head; layers with their own kind of attention (sliding windows) stay dense."""
         model = config_check.facts_dict(facts)
         types = model.get("layer_types") or [FULL] * int(model["layers"])
-        chosen, left_alone = HeadEntry(pattern), HeadEntry(Dense())
+        served, left_alone = HeadEntry(pattern), HeadEntry(Dense())
         heads = tuple(
-            (chosen if layer_type == FULL else left_alone,) * int(model["query_heads"]) for layer_type in types
+            (served if layer_type == FULL else left_alone,) * int(model["query_heads"]) for layer_type in types
         )
         return cls(model, provenance or {}, TILES_VERSION, estimator or Estimator(), heads)
 

@@ -21,8 +21,6 @@ from headscope.engine.patterns import foreign
 from headscope.engine.patterns.families import FAMILIES, LARGEST_BUDGET, Pattern
 from headscope.kernels.cells.plan import TILES_VERSION
 
-FORMATS = ("headscope", "minference", "sglang")
-
 ForeignEntry = list[Any]
 
 
@@ -86,14 +84,14 @@ def export_foreign(config: HeadConfig, target: str, lossy: bool = False) -> Expo
     layers: list[dict[str, ForeignEntry]] = []
     lost: dict[str, dict[int, list[int]]] = {}
     for layer, entries in enumerate(config.heads):
-        made: dict[str, ForeignEntry] = {}
+        written: dict[str, ForeignEntry] = {}
         for head, entry in enumerate(entries):
-            made[str(head)], loss = _written(entry, target)
+            written[str(head)], loss = _written(entry, target)
             if loss is None and config.estimator != Estimator() and entry.pattern.sampled:
                 loss = "another estimator than the last 64 rows"
             if loss is not None:
                 lost.setdefault(loss, {}).setdefault(layer, []).append(head)
-        layers.append(made)
+        layers.append(written)
     notes = tuple(f"{what} ({_places(heads)})" for what, heads in lost.items())
     if notes and not lossy:
         label = "MInference" if target == "minference" else "SGLang (0.5.19 and earlier)"
@@ -104,10 +102,10 @@ def export_foreign(config: HeadConfig, target: str, lossy: bool = False) -> Expo
 def _places(heads: dict[int, list[int]]) -> str:
     """`layer 0 heads 3, 5; layer 2 head 1`, every head of up to 12 layers by number."""
     texts = [
-        f"layer {layer} head{'s' if len(found) > 1 else ''} {files.listing(found, 64)}"
-        for layer, found in heads.items()
+        f"layer {layer} head{'s' if len(entries) > 1 else ''} {files.listing(entries, 64)}"
+        for layer, entries in heads.items()
     ]
-    rest = sum(len(found) for found in list(heads.values())[12:])
+    rest = sum(len(entries) for entries in list(heads.values())[12:])
     return "; ".join(texts[:12]) + (f"; {rest} more heads in later layers" if rest else "")
 
 

@@ -28,6 +28,6 @@ class LengthWarnings:
             return
         for length in lengths:
             side = (id(config), length < min(calibrated))
-            if side not in self._said and (found := config.warnings(length)):
+            if side not in self._said and (texts := config.warnings(length)):
                 self._said.add(side)
-                warnings.warn(" ".join(found), CalibrationWarning, stacklevel=3)
+                warnings.warn(" ".join(texts), CalibrationWarning, stacklevel=3)

@@ -135,20 +135,20 @@ def _lines(weight: torch.Tensor, rows: torch.Tensor, cells: int) -> torch.Tensor
     place = torch.arange(length, device=weight.device)
     causal = place[None, :] <= rows[:, None]
     distance = (rows[:, None] - place[None, :]).clamp(min=0)
-    taken = distance.eq(0) & causal
+    covered = distance.eq(0) & causal
     for step in range(_ROUNDS):
-        allowed = cells * (step + 1) // _ROUNDS - int(taken.sum())
+        allowed = cells * (step + 1) // _ROUNDS - int(covered.sum())
         if allowed <= 0:
             continue
-        left = weight.masked_fill(taken, 0.0)
-        free = (causal & ~taken).float()
+        left = weight.masked_fill(covered, 0.0)
+        free = (causal & ~covered).float()
         mass = torch.cat([left.sum(0), by_distance(left[None], rows)[0].sum(0)])
         cost = torch.cat([free.sum(0), by_distance(free[None], rows)[0].sum(0)])
         order = (mass / cost.clamp(min=1)).sort(descending=True).indices
-        chosen = torch.zeros_like(mass, dtype=torch.bool)
-        chosen[order] = (cost[order].cumsum(0) <= allowed) & (cost[order] > 0)
-        taken |= (chosen[:length][None, :] | chosen[length:][distance]) & causal
-    return (weight * taken).sum(1)
+        columns_kept = torch.zeros_like(mass, dtype=torch.bool)
+        columns_kept[order] = (cost[order].cumsum(0) <= allowed) & (cost[order] > 0)
+        covered |= (columns_kept[:length][None, :] | columns_kept[length:][distance]) & causal
+    return (weight * covered).sum(1)
 
 
 def _best_a_shape(
@@ -197,5 +197,5 @@ def _best_blocks(weight: torch.Tensor, rows: torch.Tensor, requested: torch.Tens
     per_block[diagonal, diagonal] = torch.inf
     order = per_block.sort(1, descending=True).indices
     rank = torch.empty_like(order).scatter_(1, order, diagonal.expand_as(order))
-    chosen = rank < budget[:, None]
-    return (mass * chosen[row_block]).sum(1)
+    blocks_kept = rank < budget[:, None]
+    return (mass * blocks_kept[row_block]).sum(1)

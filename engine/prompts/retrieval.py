@@ -76,7 +76,7 @@ def check_request(kind: str, tokens: int, depth: float) -> None:
 def retrieval_prompt(
     kind: str, tokens: int, depth: float, *, seed: int = 0, encode: Encode | None = None
 ) -> RetrievalPrompt:
-    """A prompt of `kind` with at most `tokens` tokens (see `prompts.fit`) and the answer at `depth`.
+    """A prompt of `kind` with at most `tokens` tokens (see `sources.fit`) and the answer at `depth`.
 
     `PromptError` if the kind is unknown, the depth is outside 0 to 1, or the length is out of range.
     """
@@ -85,8 +85,8 @@ def retrieval_prompt(
     filler = _Lines(parts.filler)
     text, counted = fit(lambda size: _assemble(parts, filler.upto(size), depth)[0], tokens, encode)
     # The length of the text says which lines it holds, and so where the answer stands in it.
-    held = filler.upto(len(text) - len(_assemble(parts, [], depth)[0]))
-    text, answer_at, question_at = _assemble(parts, held, depth)
+    haystack_text = filler.upto(len(text) - len(_assemble(parts, [], depth)[0]))
+    text, answer_at, question_at = _assemble(parts, haystack_text, depth)
     return RetrievalPrompt(
         kind, text, parts.expected, float(depth), counted, encode is not None, seed, answer_at, question_at
     )
@@ -192,14 +192,14 @@ def _report(rng: random.Random) -> Iterator[str]:
 
 
 def _needle(rng: random.Random, seed: int) -> _Parts:
-    town, thing = rng.choice(_TOWNS), rng.choice(_THINGS)
-    hidden = f"a {rng.choice(_COLOURS)} {rng.choice([name for name in _THINGS if name != thing])}"
+    town, object_ = rng.choice(_TOWNS), rng.choice(_THINGS)
+    hidden = f"a {rng.choice(_COLOURS)} {rng.choice([name for name in _THINGS if name != object_])}"
     return _Parts(
         opening="The following pages were found in one folder. Read them all.\n\n",
         filler=lambda: _pages(seed),
-        answer_line=f"\nThe mayor of {town} traded the old {thing} for {hidden}.\n\n",
-        question=f"\nQuestion: For what did the mayor of {town} trade the old {thing}?\n"
-        f"Answer: The mayor of {town} traded the old {thing} for",
+        answer_line=f"\nThe mayor of {town} traded the old {object_} for {hidden}.\n\n",
+        question=f"\nQuestion: For what did the mayor of {town} trade the old {object_}?\n"
+        f"Answer: The mayor of {town} traded the old {object_} for",
         expected=hidden,
     )
 
@@ -233,14 +233,14 @@ def _key_value(rng: random.Random, seed: int) -> _Parts:
 
 def _register(rng: random.Random, asked: str, answer: str) -> Iterator[str]:
     """Lines with keys that do not come twice, none with the asked key or its value."""
-    taken = {asked}
+    numbers_used = {asked}
     while True:
         key = _register_key(rng)
-        if len(taken) > _MOST_THREE_WORD_KEYS:  # of 221,184; a fourth word keeps them apart at any length
+        if len(numbers_used) > _MOST_THREE_WORD_KEYS:  # of 221,184; a fourth word keeps them apart at any length
             key = f"{key}-{rng.choice(_SECOND)}"
         value = str(rng.randrange(10000, 100000))
-        if key not in taken and value != answer:
-            taken.add(key)
+        if key not in numbers_used and value != answer:
+            numbers_used.add(key)
             yield f"{key}: {value}\n"
 
 

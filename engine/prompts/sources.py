@@ -282,11 +282,11 @@ def _code_paths() -> tuple[str, ...]:
     home = Path(sysconfig.get_path("stdlib"))
     if not home.is_dir():
         return ()
-    found = []
+    paths = []
     for folder, folders, names in os.walk(home):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("config-"))
-        found += [str(Path(folder, name).relative_to(home)) for name in names if name.endswith(".py")]
-    return tuple(sorted(name for name in found if not Path(name).name.startswith(("_sysconfigdata", "topics"))))
+        paths += [str(Path(folder, name).relative_to(home)) for name in names if name.endswith(".py")]
+    return tuple(sorted(name for name in paths if not Path(name).name.startswith(("_sysconfigdata", "topics"))))
 
 
 def _code(name: str) -> str:

@@ -140,8 +140,8 @@ def _tokenize(loaded: LoadedModel, text: str, special: bool, offsets: bool) -> t
         if not offsets:
             return list(tokenizer(text, verbose=False, **options).input_ids), []
         if getattr(tokenizer, "is_fast", False):
-            found = tokenizer(text, verbose=False, return_offsets_mapping=True, **options)
-            return list(found.input_ids), [end for _, end in found.offset_mapping]
+            encoding = tokenizer(text, verbose=False, return_offsets_mapping=True, **options)
+            return list(encoding.input_ids), [end for _, end in encoding.offset_mapping]
         ids = list(tokenizer(text, verbose=False, **options).input_ids)
         return ids, ends_by_decoding(tokenizer.decode, ids, text)
 
@@ -153,7 +153,7 @@ def _explained(loaded: LoadedModel) -> Iterator[None]:
         yield
     except (HeadscopeError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # a panic in Rust is no Exception
         why = " ".join(str(error).split())[:160].rstrip(" .:") or "no reason given"
         raise ModelError(
             f"the tokenizer of {loaded.name} fails on this prompt ({type(error).__name__}: {why}): its files are "

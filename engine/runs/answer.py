@@ -95,7 +95,7 @@ def answer(
     def applied() -> AbstractContextManager[Applied | None]:
         return nullcontext() if config is None else apply(loaded, config, host, force_weights=force_weights)
 
-    # The warm-up is no prompt of anybody's, so its length is nobody's concern.
+    # The warm-up is nobody's prompt, so warnings about its length would only confuse.
     if warm_up:
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=CalibrationWarning), applied():
             loaded.model(input_ids=ids[:, :_WARM_UP_TOKENS], use_cache=True, logits_to_keep=1)
@@ -173,9 +173,9 @@ def _watched(
 
 def _stop_tokens(loaded: LoadedModel) -> set[int]:
     settings = getattr(loaded.model, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    if found is None:
-        found = getattr(loaded.model.config, "eos_token_id", None)
-    if found is None:
+    stops = getattr(settings, "eos_token_id", None)
+    if stops is None:
+        stops = getattr(loaded.model.config, "eos_token_id", None)
+    if stops is None:
         return set()
-    return set(found) if isinstance(found, (list, tuple)) else {int(found)}
+    return set(stops) if isinstance(stops, (list, tuple)) else {int(stops)}

@@ -160,13 +160,6 @@ class Capture:
     def tokens(self) -> int:
         return int(self.input_ids.shape[1])
 
-    def describe_storage(self) -> str:
-        """Such as `20 layers in host memory, 10 on disk`."""
-        words = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
-        counts = {place: list(self.places.values()).count(place) for place in words}
-        parts = [f"{count} layers {words[place]}" for place, count in counts.items() if count]
-        return ", ".join(parts) if parts else "no layers"
-
     def layer(self, layer: int) -> LayerInputs:
         """q [1, Hq, S, D], k and v [1, Hkv, S, D] and the scale of one layer; read from disk if they lie there."""
         if layer not in self.places:
@@ -212,7 +205,7 @@ class Capture:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Capture:
-        """A capture that `save` wrote; layers are read when asked for. CaptureError when it is none, or damaged."""
+        """A capture that `save` wrote; layers are read when asked for. CaptureError where it is missing or damaged."""
         source = Path(folder)
         _put_back(source)
         facts = files.read_json(source / "capture.json", CaptureError)
@@ -225,15 +218,15 @@ class Capture:
             raise CaptureError(f"{source} is damaged: it has no token ids [1, {facts['tokens']}]")
         if logits is not None and (logits.ndim != 1 or not logits.is_floating_point()):
             raise CaptureError(f"{source} is damaged: its logits are not one number for each entry of the vocabulary")
-        made = cls(ids, logits, facts["model"], facts["fingerprint"])
-        made._folder = source
+        loaded = cls(ids, logits, facts["model"], facts["fingerprint"])
+        loaded._folder = source
         for key, scale in facts["scales"].items():
             layer = int(key)
             if not (source / _layer_file(layer)).is_file():
                 raise CaptureError(f"{source} is damaged: layer {layer} is missing, so capture the prompt again")
-            made.places[layer] = "disk"
-            made._scales[layer] = scale
-        return made
+            loaded.places[layer] = "disk"
+            loaded._scales[layer] = scale
+        return loaded
 
     def close(self) -> None:
         """Drops the tensors and the temporary folder, if there is one."""
@@ -301,21 +294,21 @@ def capture(
             f"the capture needs {needed >> 20} MiB and the budgets are {allowed}: choose fewer layers, a shorter "
             "prompt, or larger budgets"
         )
-    made = Capture(ids.cpu(), None, loaded.name, loaded.fingerprint)
+    captured = Capture(ids.cpu(), None, loaded.name, loaded.fingerprint)
     try:
-        made.logits = stream(
+        captured.logits = stream(
             loaded,
             ids,
-            lambda layer, inputs: made._put(layer, inputs, free),
+            lambda layer, inputs: captured._put(layer, inputs, free),
             layers=wanted,
             config=config,
             progress=progress,
             cancel=cancel,
         )
     except BaseException:  # an interrupt too must not leave the temporary folder behind
-        made.close()
+        captured.close()
         raise
-    return made
+    return captured
 
 
 def _fit_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int) -> bool:
@@ -355,7 +348,7 @@ def _exchange(scratch: Path, target: Path) -> None:
     os.replace(target, aside)
     try:
         os.replace(scratch, target)
-    except BaseException:
+    except BaseException:  # an interrupt too must leave the old one in its place
         os.replace(aside, target)
         raise
     shutil.rmtree(aside, ignore_errors=True)

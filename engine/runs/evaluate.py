@@ -218,15 +218,15 @@ def retrieval(
             if progress is not None:
                 progress(at, total, f"{prompt.kind} at {length} tokens")
     cells = [
-        RetrievalCell(kind, length, depth, len(got), _share(got, 0), _share(got, 1))
-        for (kind, length, depth), got in sorted(right.items())
+        RetrievalCell(kind, length, depth, len(answered), _share(answered, 0), _share(answered, 1))
+        for (kind, length, depth), answered in sorted(right.items())
     ]
     tasks = []
     for kind in kind_list:
         for length in length_list:
-            got = [pair for key, pairs in sorted(right.items()) if key[:2] == (kind, length) for pair in pairs]
-            dense = _share(got, 0)
-            tasks.append(RetrievalTask(kind, length, dense, _share(got, 1), dense >= INFORMATIVE))
+            answered = [pair for key, pairs in sorted(right.items()) if key[:2] == (kind, length) for pair in pairs]
+            dense = _share(answered, 0)
+            tasks.append(RetrievalTask(kind, length, dense, _share(answered, 1), dense >= INFORMATIVE))
     return cells, tasks
 
 
@@ -259,16 +259,16 @@ def by_layer(
     picked = list(range(len(config.heads))) if layers is None else sorted(set(layers))
     dense = hidden_states(loaded, ids, None)
     check_head(loaded, ids, dense)
-    found = []
+    effects = []
     for mode in how:
         for layer in picked:
             _check(cancel)
             which = [layer] if mode == "alone" else range(layer + 1)
-            got = compare(loaded, ids, dense, hidden_states(loaded, ids, only_layers(config, which)))
-            found.append(LayerEffect(mode, layer, got.kl_mean, got.kl_last, got.top1_agreement))
+            alone = compare(loaded, ids, dense, hidden_states(loaded, ids, only_layers(config, which)))
+            effects.append(LayerEffect(mode, layer, alone.kl_mean, alone.kl_last, alone.top1_agreement))
             if progress is not None:
-                progress(len(found), len(picked) * len(how), f"layer {layer} {mode}")
-    return found
+                progress(len(effects), len(picked) * len(how), f"layer {layer} {mode}")
+    return effects
 
 
 def layer_weights(

@@ -74,14 +74,14 @@ def inspect_prompt(
 
     One layer's tensors are held at a time. Raises as `capture.stream`, and ConfigMismatch.
     """
-    chosen = config or starting_config(loaded.facts)
-    check_fits(chosen, loaded, force_weights)
+    inspected = config or starting_config(loaded.facts)
+    check_fits(inspected, loaded, force_weights)
     heads: list[HeadMeasurement] = []
     rows: list[dict[str, Any]] = []
 
     def visit(layer: int, inputs: LayerInputs) -> None:
-        patterns = chosen.patterns(layer)
-        measured = measure_patterns(inputs, patterns, layer=layer, estimator=chosen.estimator, impl=impl)
+        patterns = inspected.patterns(layer)
+        measured = measure_patterns(inputs, patterns, layer=layer, estimator=inspected.estimator, impl=impl)
         heads.extend(measured.heads)
         rows.append(measured.to_dict())
 
@@ -90,7 +90,7 @@ def inspect_prompt(
         stream(loaded, input_ids, visit, layers=layers, progress=progress, cancel=cancel, logits=False)
     seconds = time.perf_counter() - began
     tokens = int(torch.as_tensor(input_ids).shape[-1])
-    return Inspection(tuple(heads), tuple(rows), chosen, tokens, seconds, memory.peak_mib, memory.above_mib)
+    return Inspection(tuple(heads), tuple(rows), inspected, tokens, seconds, memory.peak_mib, memory.above_mib)
 
 
 def in_situ(

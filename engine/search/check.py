@@ -15,7 +15,8 @@ from headscope.engine.base.progress import Cancel
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss.measure import dense_pass, measure_patterns
 from headscope.engine.search.cost import CostModel
-from headscope.engine.search.measure import BesideDense, SearchPrompt, Source, time_beside_dense
+from headscope.engine.search.measure import BesideDense, Source, time_beside_dense
+from headscope.engine.search.results import SearchPrompt
 from headscope.engine.search.table import Allocation, Table, Target, allocate, best_uniform, mean_losses, predict
 
 
@@ -75,13 +76,13 @@ def check_prompt(
     def visit(layer: int, inputs: LayerInputs) -> None:
         patterns = config.patterns(layer)
         dense = dense_pass(inputs, impl)
-        found = measure_patterns(inputs, patterns, estimator=config.estimator, impl=impl, dense=dense)
-        timed = BesideDense(found.index_ms, found.kernel_ms, dense.ms)
+        measured = measure_patterns(inputs, patterns, estimator=config.estimator, impl=impl, dense=dense)
+        timed = BesideDense(measured.index_ms, measured.kernel_ms, dense.ms)
         if repeats:
             timed = time_beside_dense(inputs, patterns, config.estimator, impl, repeats)
         runs_dense = all(pattern.is_dense for pattern in patterns)
-        taken = timed.dense_ms if runs_dense else timed.index_ms + timed.kernel_ms
-        rows.append((found.heads, taken, timed.dense_ms))
+        attention_ms = timed.dense_ms if runs_dense else timed.index_ms + timed.kernel_ms
+        rows.append((measured.heads, attention_ms, timed.dense_ms))
 
     source.stream(prompt, visit, list(layers), cancel)
     heads = [row[0] for row in rows]
@@ -114,8 +115,8 @@ class Expected:
     def of(cls, picked: np.ndarray, table: Table, cost: CostModel, at: int) -> Expected:
         """For candidate numbers [layers, heads] on prompt number `at` of the table."""
         alone = table.only([at])
-        said = predict(picked, alone, cost)
-        return cls(said.attention_ms, said.dense_attention_ms, float(mean_losses(picked, alone)[0]))
+        predicted = predict(picked, alone, cost)
+        return cls(predicted.attention_ms, predicted.dense_attention_ms, float(mean_losses(picked, alone)[0]))
 
     def beside(self, dense_attention_ms: float) -> float:
         """The predicted time of the choice where all dense takes `dense_attention_ms`.
@@ -184,15 +185,15 @@ def uniform_lead(
     The single setting is the one that calibration would have chosen: the two patterns of `best_uniform`, measured on
     each prompt, the loss read off the straight line between them.
     """
-    chosen = best_uniform(table, allocation.prediction.computed_pairs)
+    best = best_uniform(table, allocation.prediction.computed_pairs)
     labels = {pattern.label: pattern for pattern in table.grid.candidates}
     rows = []
     for prompt, own in zip(prompts, checked, strict=True):
         ends: list[tuple[float, float]] = []
-        for label in dict.fromkeys((chosen.below, chosen.above)):
+        for label in dict.fromkeys((best.below, best.above)):
             single = HeadConfig.uniform(config.model, labels[label], estimator=config.estimator)
-            got = check_prompt(source, prompt, single, own.layers, repeats=0, impl=impl, cancel=cancel)
-            ends.append((got.computed_density, float(got.mean.mean())))
+            uniform = check_prompt(source, prompt, single, own.layers, repeats=0, impl=impl, cancel=cancel)
+            ends.append((uniform.computed_density, float(uniform.mean.mean())))
         ends.sort()
         densities, losses = [end[0] for end in ends], [end[1] for end in ends]
         loss = float(np.interp(own.computed_density, densities, losses))
@@ -207,18 +208,18 @@ def one_against_all(table: Table, cost: CostModel, target: Target) -> list[dict[
     everything = allocate(table, cost, target)
     limit = target.max_missed
     for at, prompt in [*enumerate(table.prompts), (None, None)]:
-        chosen = everything if at is None else allocate(table.only([at]), cost, target)
-        taken = np.take_along_axis(table.stats["mean"], chosen.picked[None, :, :, None], 3)[..., 0]
-        own = taken.max(0) if at is None else taken[at]
+        allocation = everything if at is None else allocate(table.only([at]), cost, target)
+        missed = np.take_along_axis(table.stats["mean"], allocation.picked[None, :, :, None], 3)[..., 0]
+        own = missed.max(0) if at is None else missed[at]
         rows.append(
             {
                 "calibrated_on": "all prompts" if prompt is None else prompt["name"],
-                "missed_mass_worst_prompt": float(mean_losses(chosen.picked, table).max()),
-                "mean_drift": float((taken.max(0) - own).mean()),
-                "worst_head_drift": float((taken.max(0) - own).max()),
-                "heads_over_target": None if limit is None else int((taken.max(0) > limit + 1e-5).sum()),
+                "missed_mass_worst_prompt": float(mean_losses(allocation.picked, table).max()),
+                "mean_drift": float((missed.max(0) - own).mean()),
+                "worst_head_drift": float((missed.max(0) - own).max()),
+                "heads_over_target": None if limit is None else int((missed.max(0) > limit + 1e-5).sum()),
                 "computed_density": float(
-                    np.take_along_axis(table.stats["computed_pairs"], chosen.picked[None, :, :, None], 3).sum()
+                    np.take_along_axis(table.stats["computed_pairs"], allocation.picked[None, :, :, None], 3).sum()
                     / everything.prediction.causal_pairs
                 ),
             }

@@ -24,7 +24,7 @@ from headscope.engine.base.errors import ConfigError
 from headscope.engine.base.records import Count, Finite, Milliseconds, Record
 from headscope.engine.patterns.families import FAMILIES, Pattern
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import PromptResult
+from headscope.engine.search.results import PromptResult
 
 FORMAT = "headscope.cost-model/1"
 TILE_CELLS = 64 * 128
@@ -182,19 +182,19 @@ class Sample:
 
 def samples(results: Iterable[PromptResult], grid: Grid) -> list[Sample]:
     """Every timed layer of the results, uniform and mixed."""
-    found = []
+    gathered = []
     for result in results:
         calm = calm_dense_ms(result)
         for layer in result.layers:
             rows = layer["rows"]
             for pattern, row in zip(grid.candidates, rows, strict=True):
                 cells = tuple(row["tile_cells"])
-                found.append(Sample((pattern,) * len(cells), cells, result.tokens, _calm_ms(row, layer, calm)))
+                gathered.append(Sample((pattern,) * len(cells), cells, result.tokens, _calm_ms(row, layer, calm)))
             for mix in layer["mixed"]:
                 cells = tuple(rows[number]["tile_cells"][head] for head, number in enumerate(mix["picked"]))
                 patterns = tuple(grid.candidates[number] for number in mix["picked"])
-                found.append(Sample(patterns, cells, result.tokens, _calm_ms(mix, layer, calm)))
-    return found
+                gathered.append(Sample(patterns, cells, result.tokens, _calm_ms(mix, layer, calm)))
+    return gathered
 
 
 def _calm_ms(entry: dict[str, Any], layer: dict[str, Any], calm: float) -> float:
@@ -215,16 +215,19 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
     groups = _groups(timed)
     mixed = np.array([group[0] == "mix" for group in groups])
     weight = np.where(mixed, max(1.0, (~mixed).sum() / max(1, mixed.sum())), 1.0)  # in all, mixes count like the rest
-    found = _relative_fit(*_medians(table, ms, groups))
+    coefficients = _relative_fit(*_medians(table, ms, groups))
     keep = np.ones(len(ms), dtype=bool)
     for turn in range(8):
-        expected = np.maximum(table @ found, 1e-9)
+        expected = np.maximum(table @ coefficients, 1e-9)
         kept = _near(ms / expected, groups)
         if turn and (kept == keep).all():
             break
         keep = kept
-        found = _relative_fit(table[keep], ms[keep], expected[keep], weight[keep])
-    off, mean_bias = np.abs(table @ found / ms - 1), float((table[keep] @ found).sum() / ms[keep].sum() - 1)
+        coefficients = _relative_fit(table[keep], ms[keep], expected[keep], weight[keep])
+    off, mean_bias = (
+        np.abs(table @ coefficients / ms - 1),
+        float((table[keep] @ coefficients).sum() / ms[keep].sum() - 1),
+    )
     quality = Fit(
         len(timed),
         int((~keep).sum()),
@@ -234,10 +237,10 @@ def fit(results: Sequence[PromptResult], grid: Grid, machine: dict[str, Any]) ->
         float(np.median(off[mixed])) if mixed.any() else 0.0,
     )
     heads = {
-        family: dict(zip(_PARTS, (float(x) for x in found[1 + 4 * at : 5 + 4 * at]), strict=True))
+        family: dict(zip(_PARTS, (float(x) for x in coefficients[1 + 4 * at : 5 + 4 * at]), strict=True))
         for at, family in enumerate(families)
     }
-    return CostModel(float(found[0]), heads, _dense_fit(results), _other_fit(results), machine, quality)
+    return CostModel(float(coefficients[0]), heads, _dense_fit(results), _other_fit(results), machine, quality)
 
 
 def calm_dense_ms(result: PromptResult) -> float:
@@ -308,8 +311,8 @@ def _dense_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
         ms.append(calm_dense_ms(result))
     if not _lengths_differ(results):  # all of it is put on the tiles
         return 0.0, float(np.mean(ms) / np.mean([row[1] for row in rows]))
-    found = _relative_fit(np.array(rows), np.array(ms))
-    return float(found[0]), float(found[1])
+    coefficients = _relative_fit(np.array(rows), np.array(ms))
+    return float(coefficients[0]), float(coefficients[1])
 
 
 def _other_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
@@ -319,8 +322,8 @@ def _other_fit(results: Sequence[PromptResult]) -> tuple[float, float]:
         return 0.0, 0.0
     if not _lengths_differ(results):
         return 0.0, float(np.mean(rest) / np.mean([row[1] for row in rows]))
-    found = nonnegative_least_squares(np.array(rows), np.array(rest))
-    return float(found[0]), float(found[1])
+    coefficients = nonnegative_least_squares(np.array(rows), np.array(rest))
+    return float(coefficients[0]), float(coefficients[1])
 
 
 def nonnegative_least_squares(table: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -19,7 +19,8 @@ from headscope.engine.loss.oracle import LossSplit, loss_split
 from headscope.engine.patterns.families import Dense
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import TIE_TIME, Front, Point, simplest_of_fastest
-from headscope.engine.search.measure import SearchPrompt, Source
+from headscope.engine.search.measure import Source
+from headscope.engine.search.results import SearchPrompt
 from headscope.engine.search.table import Allocation, Table, Target, fronts
 
 
@@ -74,12 +75,12 @@ def explain(
     places: Sequence[tuple[int, int]] | None = None,
 ) -> list[Explanation]:
     """Explanations of all heads, or of the given (layer, head) ones, in order."""
-    made = fronts(table, cost, target)
+    all_fronts = fronts(table, cost, target)
     alone = [fronts(table.only([at]), cost, target) for at in range(len(table.prompts))]
     wanted = set(places) if places is not None else None
     return [
         _explain(table, cost, target, allocation, front, [prompt[number] for prompt in alone])
-        for number, front in enumerate(made)
+        for number, front in enumerate(all_fronts)
         if wanted is None or (front.layer, front.head) in wanted
     ]
 
@@ -89,8 +90,8 @@ def _explain(
 ) -> Explanation:
     at = table.layers.index(front.layer)
     number = int(allocation.picked[at, front.head])
-    chosen = front.every[number]
-    limit = target.max_missed if target.max_missed is not None else chosen.loss
+    picked = front.every[number]
+    limit = target.max_missed if target.max_missed is not None else picked.loss
     votes = [_best(each, limit) for each in alone]
     kind = table.grid.candidates[number].kind
     others = [point for point in front.every if table.grid.candidates[point.number].kind != kind]
@@ -106,7 +107,7 @@ def _explain(
     def option(point: Point | None) -> Option | None:
         return None if point is None else _option(table, at, front.head, point)
 
-    shown = _option(table, at, front.head, chosen)
+    shown = _option(table, at, front.head, picked)
     return Explanation(
         layer=front.layer,
         head=front.head,
@@ -137,7 +138,7 @@ def _option(table: Table, at: int, head: int, point: Point) -> Option:
 
 
 def _sentence(
-    chosen: Option,
+    picked: Option,
     runner: Option | None,
     limit: float,
     target: Target,
@@ -150,13 +151,13 @@ def _sentence(
         return f"Stays dense: no candidate misses at most {limit:.2%} on every prompt.{best}"
     if target.max_missed is None:
         why = "loses least for its time at the common exchange rate of loss for time"
-    elif chosen.kind == Dense.kind:
+    elif picked.kind == Dense.kind:
         why = "is as fast here as any sparse candidate within the limit"
-    elif chosen.ms > simplest_of_fastest([p for p in front.every if p.loss <= limit]).ms * (1 + TIE_TIME):
+    elif picked.ms > simplest_of_fastest([p for p in front.every if p.loss <= limit]).ms * (1 + TIE_TIME):
         why = f"is the fastest within {limit:.2%} of the families that its layer runs anyway"
     else:
         why = f"is the fastest that misses at most {limit:.2%} on every prompt"
-    text = f"{chosen.label} {why}: {chosen.loss:.2%} missed, {chosen.ms:.2f} {unit}."
+    text = f"{picked.label} {why}: {picked.loss:.2%} missed, {picked.ms:.2f} {unit}."
     if runner is None:
         return text
     if runner.loss > limit + 1e-12:
@@ -172,17 +173,17 @@ def splits(
     cancel: Cancel | None = None,
 ) -> dict[tuple[int, int], LossSplit]:
     """The four-step loss split of chosen heads on one prompt: is budget, family, sampling or tiling at fault?"""
-    found: dict[tuple[int, int], LossSplit] = {}
+    by_place: dict[tuple[int, int], LossSplit] = {}
 
     def visit(layer: int, inputs: LayerInputs) -> None:
         _, lse = attend_dense(inputs)
         index = index_layer(inputs, config.patterns(layer), estimator=config.estimator)
         for place in sorted(set(places)):
             if place[0] == layer:
-                found[place] = loss_split(inputs, lse, index, place[1])
+                by_place[place] = loss_split(inputs, lse, index, place[1])
 
     source.stream(prompt, visit, sorted({layer for layer, _ in places}), cancel)
-    return found
+    return by_place
 
 
 def blame(split: LossSplit) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from headscope.engine.base.errors import OptionError
-from headscope.engine.search.measure import SearchError
+from headscope.engine.search.results import SearchError
 
 TIE_TIME = 0.02
 """Times within 2 % are a tie: the cost model knows them no better."""
@@ -93,14 +93,14 @@ def least_time(fronts: Sequence[Front], limit: float, layer_limits: dict[int, fl
     for name, value in (("the limit", limit), *((f"the limit of layer {at}", value) for at, value in limits.items())):
         if not 0 <= value <= 1:
             raise OptionError(f"Missed mass is a share: {name} must be between 0 and 1, got {value}.")
-    chosen = []
+    points = []
     for each in fronts:
         allowed = min(limit, limits.get(each.layer, limit))
         fits = [point for point in each.every if point.loss <= allowed]
         if not fits:
             raise SearchError(f"Layer {each.layer} head {each.head} has no candidate within {allowed}, dense included.")
-        chosen.append(simplest_of_fastest(fits))
-    return _choice(chosen)
+        points.append(simplest_of_fastest(fits))
+    return _choice(points)
 
 
 def simplest_of_fastest(points: Sequence[Point]) -> Point:
@@ -124,8 +124,8 @@ def least_loss(fronts: Sequence[Front], budget_ms: float, layer_limits: dict[int
         if not points:
             raise SearchError(f"Layer {each.layer} head {each.head} has no candidate within its layer's limit.")
     hulls = [hull(points) for points in allowed]
-    chosen = [points[0] for points in hulls]
-    spent = sum(point.ms for point in chosen)
+    picked = [points[0] for points in hulls]
+    spent = sum(point.ms for point in picked)
     if spent > budget_ms * (1 + 1e-12):
         raise SearchError(
             f"No choice of candidates is that fast: the fastest takes {spent:.1f} ms of attention, the target leaves "
@@ -138,7 +138,7 @@ def least_loss(fronts: Sequence[Front], budget_ms: float, layer_limits: dict[int
             for step, (a, b) in enumerate(pairwise(points))
         ),
     )
-    loss = sum(point.weighted for point in chosen)
+    loss = sum(point.weighted for point in picked)
     relaxed, multiplier = None, 0.0
     for slope, at, step in segments:
         cost = hulls[at][step + 1].ms - hulls[at][step].ms
@@ -146,14 +146,14 @@ def least_loss(fronts: Sequence[Front], budget_ms: float, layer_limits: dict[int
             relaxed = loss + slope * (budget_ms - spent)
             multiplier = -slope
             break
-        chosen[at] = hulls[at][step + 1]
+        picked[at] = hulls[at][step + 1]
         spent += cost
         loss += slope * cost
-    left = _fill(chosen, allowed, budget_ms - sum(point.ms for point in chosen))
-    _simplify(chosen, every, left)
-    made = _choice(chosen)
-    bound = made.loss if relaxed is None else max(0.0, min(relaxed, made.loss))
-    return Choice(made.points, made.ms, made.loss, bound, multiplier)
+    left = _fill(picked, allowed, budget_ms - sum(point.ms for point in picked))
+    _simplify(picked, every, left)
+    choice = _choice(picked)
+    bound = choice.loss if relaxed is None else max(0.0, min(relaxed, choice.loss))
+    return Choice(choice.points, choice.ms, choice.loss, bound, multiplier)
 
 
 def hull(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -171,25 +171,25 @@ def _slope(a: Point, b: Point) -> float:
     return (b.weighted - a.weighted) / (b.ms - a.ms)
 
 
-def _fill(chosen: list[Point], allowed: Sequence[Sequence[Point]], left: float) -> float:
+def _fill(picked: list[Point], allowed: Sequence[Sequence[Point]], left: float) -> float:
     """Spends what is left on single upgrades, the one that saves most loss first; returns what remains."""
     while True:
         best: tuple[float, int, Point] | None = None
         for at, points in enumerate(allowed):
             for point in points:
-                saved = chosen[at].weighted - point.weighted
-                if point.ms - chosen[at].ms <= left and saved > 0 and (best is None or saved > best[0]):
+                saved = picked[at].weighted - point.weighted
+                if point.ms - picked[at].ms <= left and saved > 0 and (best is None or saved > best[0]):
                     best = (saved, at, point)
         if best is None:
             return left
-        left -= best[2].ms - chosen[best[1]].ms
-        chosen[best[1]] = best[2]
+        left -= best[2].ms - picked[best[1]].ms
+        picked[best[1]] = best[2]
 
 
-def _simplify(chosen: list[Point], every: Sequence[Sequence[Point]], left: float) -> None:
+def _simplify(picked: list[Point], every: Sequence[Sequence[Point]], left: float) -> None:
     """Swaps in simpler patterns that tie in time and loss, as far as the budget that is left allows."""
     for at, points in enumerate(every):
-        mine = chosen[at]
+        mine = picked[at]
         ties = [
             point
             for point in points
@@ -198,8 +198,8 @@ def _simplify(chosen: list[Point], every: Sequence[Sequence[Point]], left: float
             and point.loss <= mine.loss + TIE_LOSS
         ]
         if ties:
-            chosen[at] = min(ties, key=lambda point: (point.rank[0], point.weighted, point.rank))
-            left -= chosen[at].ms - mine.ms
+            picked[at] = min(ties, key=lambda point: (point.rank[0], point.weighted, point.rank))
+            left -= picked[at].ms - mine.ms
 
 
 def _choice(points: Sequence[Point]) -> Choice:

@@ -49,16 +49,16 @@ class Grid:
     candidates: tuple[Pattern, ...]
 
     def __post_init__(self) -> None:
-        seen: dict[Pattern, int] = {}
+        numbers: dict[Pattern, int] = {}
         for number, pattern in enumerate(self.candidates):
             if not isinstance(pattern, Pattern):
                 raise ConfigError(f"Candidate {number} is a {type(pattern).__name__}, not a pattern.")
             if pattern.one_prompt:
                 name = type(pattern).__name__
                 raise ConfigError(f"Candidate {number} is a {name} pattern, which fits one prompt only.")
-            if pattern in seen:
-                raise ConfigError(f"Candidates {seen[pattern]} and {number} are the same: {pattern.label}.")
-            seen[pattern] = number
+            if pattern in numbers:
+                raise ConfigError(f"Candidates {numbers[pattern]} and {number} are the same: {pattern.label}.")
+            numbers[pattern] = number
         rest = tuple(pattern for pattern in self.candidates if not pattern.is_dense)
         if not rest:
             raise ConfigError("A grid needs at least one candidate that is not dense.")
@@ -90,14 +90,14 @@ class Grid:
     def from_list(cls, entries: Any, where: str = "grid") -> Grid:
         """The grid of a parsed list; `ConfigError` names the candidate and the field that is wrong."""
         records.check(list[Any], entries, f"{where}: candidates")
-        made = []
+        patterns = []
         for number, entry in enumerate(entries):
             try:
-                made.append(from_dict(entry))
+                patterns.append(from_dict(entry))
             except (ValueError, TypeError) as problem:
                 raise ConfigError(f"{where}: candidate {number}: {' '.join(str(problem).split())[:200]}.") from problem
         try:
-            return cls(tuple(made))
+            return cls(tuple(patterns))
         except ConfigError as problem:
             raise ConfigError(f"{where}: {problem}") from problem
 

@@ -44,12 +44,12 @@ class Ranks:
         problem: BaseException | None = None
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others wait to be told
             problem = error
         if self.count > 1:
-            told: list[str | None] = [None] * self.count
-            distributed.all_gather_object(told, None if problem is None else str(problem))
-            other = next((text for text in told if text is not None), None)
+            problems: list[str | None] = [None] * self.count
+            distributed.all_gather_object(problems, None if problem is None else str(problem))
+            other = next((text for text in problems if text is not None), None)
             if problem is None and other is not None:
                 raise HeadscopeError(f"Another process of this search stopped: {other}")
         if problem is not None:

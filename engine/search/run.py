@@ -27,19 +27,17 @@ from headscope.engine.search import cost as search_cost
 from headscope.engine.search import stored
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import SAMPLING, Grid, default_grid
-from headscope.engine.search.measure import (
+from headscope.engine.search.measure import SearchProgress, Source, measure_prompts
+from headscope.engine.search.ranks import Ranks
+from headscope.engine.search.results import (
     PromptResult,
     SearchError,
-    SearchProgress,
     SearchPrompt,
     Settings,
-    Source,
     check_alike,
-    measure_prompts,
     read_result,
     read_results,
 )
-from headscope.engine.search.ranks import Ranks
 from headscope.engine.search.source import ModelSource
 from headscope.engine.search.table import Allocation, Table, Target, allocate, best_uniform, mean_losses
 from headscope.kernels.cells.plan import TILES_VERSION
@@ -143,11 +141,11 @@ def choose(
 def _check_prompts(prompts: Sequence[SearchPrompt]) -> None:
     if not prompts:
         raise PromptError("A search needs at least one calibration prompt; three of different kinds are a good start.")
-    seen: dict[str, str] = {}
+    names: dict[str, str] = {}
     for prompt in prompts:
-        if prompt.key in seen:
-            raise PromptError(f"The prompts {seen[prompt.key]} and {prompt.name} are the same tokens; drop one.")
-        seen[prompt.key] = prompt.name
+        if prompt.key in names:
+            raise PromptError(f"The prompts {names[prompt.key]} and {prompt.name} are the same tokens; drop one.")
+        names[prompt.key] = prompt.name
 
 
 def manifest(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
@@ -168,15 +166,15 @@ def manifest(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
 def read_run(folder: str | os.PathLike[str]) -> tuple[tuple[PromptResult, ...], Settings, dict[str, Any]]:
     """All results of a run folder, its settings and the model's facts. SearchError if it is none or has no results."""
     home = Path(folder)
-    found = files.read_json(home / "search.json", SearchError)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    manifest = files.read_json(home / "search.json", SearchError)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise SearchError(f"{home} is no run folder of a search: its search.json says otherwise.")
     damaged = f"{home / 'search.json'} is damaged"
-    records.check(stored.Manifest, found, f"{damaged}:", SearchError)
-    records.check(stored.Facts, found["facts"], f"{damaged}: facts", SearchError)
+    records.check(stored.Manifest, manifest, f"{damaged}:", SearchError)
+    records.check(stored.Facts, manifest["facts"], f"{damaged}: facts", SearchError)
     try:
-        grid = Grid.from_list(found["candidates"], str(home))
-        settings = Settings(tuple(found["layers"]), grid, Estimator.from_dict(found["estimator"]))
+        grid = Grid.from_list(manifest["candidates"], str(home))
+        settings = Settings(tuple(manifest["layers"]), grid, Estimator.from_dict(manifest["estimator"]))
     except (ConfigError, ValueError) as problem:
         raise SearchError(f"{damaged}: {problem}") from problem
     paths = sorted((home / "results").glob("*.json"))
@@ -184,16 +182,20 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[tuple[PromptResult, ...], 
         raise SearchError(f"{home} holds no finished prompt yet: run the search to its end first.")
     results = tuple(read_result(path, settings) for path in paths)
     check_alike(results, home)
-    return results, settings, found["facts"]
+    return results, settings, manifest["facts"]
 
 
 def _check_manifest(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
     path = folder / "search.json"
     wanted = manifest(settings, facts)
     if path.exists():
-        found = files.read_json(path, SearchError)
+        stored_manifest = files.read_json(path, SearchError)
         compared = [name for name in wanted if name != "facts"]  # the fingerprint stands for them
-        different = [name for name in compared if not isinstance(found, dict) or found.get(name) != wanted[name]]
+        different = [
+            name
+            for name in compared
+            if not isinstance(stored_manifest, dict) or stored_manifest.get(name) != wanted[name]
+        ]
         if different:
             raise SearchError(
                 f"The run folder {folder} belongs to another search (its {', '.join(different)} differ): choose "

@@ -16,7 +16,7 @@ from headscope.engine.prompts.prompt import Prompt
 from headscope.engine.prompts.sources import read_folder
 from headscope.engine.prompts.tokens import check_ids, encode
 from headscope.engine.runs.capture import chosen_layers, stream
-from headscope.engine.search.measure import SearchPrompt
+from headscope.engine.search.results import SearchPrompt
 from headscope.kernels import backends
 
 if TYPE_CHECKING:

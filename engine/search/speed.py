@@ -136,10 +136,10 @@ def _improved(layers: Layers, state: _State, budget_ms: float) -> list[Point]:
     spent = sum(points[at * layers.heads + head].ms for at in mixed for head in range(layers.heads))
     if not mixed:
         return points
-    found = least_loss(fronts, max(left, spent), layers.limits)
-    if found.loss <= float(state.loss.sum()):
+    choice = least_loss(fronts, max(left, spent), layers.limits)
+    if choice.loss <= float(state.loss.sum()):
         for number, at in enumerate(mixed):
-            points[at * layers.heads : (at + 1) * layers.heads] = found.points[
+            points[at * layers.heads : (at + 1) * layers.heads] = choice.points[
                 number * layers.heads : (number + 1) * layers.heads
             ]
     for at in mixed:  # what became slower than the dense kernel by improving is dense

@@ -14,8 +14,8 @@ Time = Annotated[float, Field(gt=0, lt=1e12)]
 """Milliseconds that something is divided by."""
 
 
-class Prompt(OpenRecord):
-    """`measure.SearchPrompt.to_dict`."""
+class PromptFacts(OpenRecord):
+    """`results.SearchPrompt.to_dict`."""
 
     name: str
     sha256: str
@@ -26,14 +26,14 @@ class Prompt(OpenRecord):
 
 
 class PromptFile(OpenRecord):
-    """`measure.keep_prompt`."""
+    """`results.keep_prompt`."""
 
-    prompt: Prompt
+    prompt: PromptFacts
     ids: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class Row(OpenRecord):
-    """One candidate on one layer: times, and one value a head of each of `measure.STATS`."""
+    """One candidate on one layer: times, and one value a head of each of `results.STATS`."""
 
     index_ms: Milliseconds
     kernel_ms: Milliseconds
@@ -73,7 +73,7 @@ class Layer(OpenRecord):
 class Result(OpenRecord):
     """A result file; its layers are checked one by one."""
 
-    prompt: Prompt
+    prompt: PromptFacts
     candidates: list[Any]
     estimator: dict[str, Any]
     prefill_ms: Milliseconds

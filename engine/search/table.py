@@ -17,7 +17,7 @@ from headscope.engine.patterns.families import Dense, Pattern
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import TIE_TIME, Choice, Front, Point, least_time
 from headscope.engine.search.grid import Grid, simplicity
-from headscope.engine.search.measure import STATS, PromptResult, SearchError
+from headscope.engine.search.results import STATS, PromptResult, SearchError
 from headscope.engine.search.speed import Layers, fastest_ms, least_loss_of_layers
 
 METRICS = ("mean", "worst", "p99", "start", "middle", "end")
@@ -181,23 +181,23 @@ def fronts(table: Table, model: CostModel, target: Target) -> list[Front]:
             raise SearchError(f"There are {len(table.layers)} layers and {len(target.layer_weights)} layer weights.")
         weight = np.broadcast_to(np.asarray(target.layer_weights)[:, None, None], loss.shape)
     ranks = [simplicity(pattern, number) for number, pattern in enumerate(table.grid.candidates)]
-    made = []
+    every = []
     for at, layer in enumerate(table.layers):
         for head in range(table.heads):
             points = [
                 Point(n, float(ms[at, head, n]), float(loss[at, head, n]), ranks[n], float(weight[at, head, n]))
                 for n in range(len(ranks))
             ]
-            made.append(Front.of(layer, head, points))
-    return made
+            every.append(Front.of(layer, head, points))
+    return every
 
 
-def allocate(table: Table, model: CostModel, target: Target, made: list[Front] | None = None) -> Allocation:
+def allocate(table: Table, model: CostModel, target: Target, known: list[Front] | None = None) -> Allocation:
     """The choice for every head. Pure arithmetic on stored numbers; `made` reuses `fronts`.
 
     A layer that no mix makes faster than the dense kernel stays dense, whatever the target.
     """
-    every = made if made is not None else fronts(table, model, target)
+    every = known if known is not None else fronts(table, model, target)
     target.check_layers(table.layers)
     limits = dict(target.layer_limits)
     if target.max_missed is not None:
@@ -217,7 +217,7 @@ def _for_limit(every: list[Front], table: Table, model: CostModel, limit: float,
     sparse = sorted(set(kinds) - {Dense.kind})
     sets = [{Dense.kind, *picked} for size in range(1, len(sparse) + 1) for picked in combinations(sparse, size)]
     dense_ms = dense_layer_ms(table, model)
-    chosen: list[Point] = []
+    points: list[Point] = []
     for at in range(len(table.layers)):
         row = every[at * table.heads : (at + 1) * table.heads]
         options = [(dense_ms, 0, 0.0, tuple(front.every[0] for front in row))]
@@ -231,8 +231,8 @@ def _for_limit(every: list[Front], table: Table, model: CostModel, limit: float,
         fastest = min(option[0] for option in options)
         # Ties in time go to the simpler patterns, as for single heads.
         near = [option for option in options if option[0] <= fastest * (1 + TIE_TIME)]
-        chosen += min(near, key=lambda option: option[1:3])[3]
-    return Choice(tuple(chosen), sum(point.ms for point in chosen), sum(point.weighted for point in chosen))
+        points += min(near, key=lambda option: option[1:3])[3]
+    return Choice(tuple(points), sum(point.ms for point in points), sum(point.weighted for point in points))
 
 
 def _for_speedup(
@@ -317,14 +317,14 @@ def mean_losses(picked: np.ndarray, table: Table) -> np.ndarray:
 def best_uniform(table: Table, pairs: int) -> Uniform:
     """The lower hull of all uniform settings at `pairs` computed pairs over all prompts, layers and heads."""
     shape = (len(table.layers), table.heads)
-    found = []
+    points = []
     for number, pattern in enumerate(table.grid.candidates):
         picked = np.full(shape, number)
         total = int(table.stats["computed_pairs"][..., number].sum())
-        found.append((total, float(mean_losses(picked, table).max()), pattern.label))
-    found.sort()
+        points.append((total, float(mean_losses(picked, table).max()), pattern.label))
+    points.sort()
     kept: list[tuple[int, float, str]] = []
-    for point in found:
+    for point in points:
         if kept and point[0] == kept[-1][0]:
             if point[1] >= kept[-1][1]:
                 continue

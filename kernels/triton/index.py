@@ -68,7 +68,7 @@ def build(
     batch, heads, q_len = q.shape[:3]
     kv_len = k.shape[2]
     lengths = tuple(kv_len - starts[n // heads] for n in range(len(plans)))
-    table = _empty_tables(plans, lengths, kv_len, tile, q.device)
+    table = _empty_tables(plans, kv_len, tile, q.device)
     online = [n for n, plan in enumerate(plans) if plan.online_slash and lengths[n] > 0]
     if online:
         rows = _sampled_rows(starts, q_len, kv_len, estimator, q.device)
@@ -112,9 +112,7 @@ def build(
     )
 
 
-def _empty_tables(
-    plans: Sequence[HeadPlan], lengths: tuple[int, ...], kv_len: int, tile: int, device: torch.device
-) -> _Tables:
+def _empty_tables(plans: Sequence[HeadPlan], kv_len: int, tile: int, device: torch.device) -> _Tables:
     """Tables of sufficient capacity, with what is fixed by position filled in."""
     count = len(plans)
     most = max((min(max(p.vertical, p.sink, len(p.columns)), kv_len) for p in plans), default=0)

@@ -246,11 +246,6 @@ def by_layer(layers: Sequence[int], isolated: Sequence[float], in_situ: Sequence
     return figure
 
 
-def figure_bytes(figure: go.Figure) -> int:
-    """The size of what a browser receives for a figure."""
-    return len(figure.to_json())
-
-
 def loss_steps(steps: Sequence[float], names: Sequence[str], theme: Theme) -> go.Figure:
     """Missed mass in steps that add up to the whole, shown as they are: a step may be negative."""
     figure = go.Figure(

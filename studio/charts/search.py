@@ -65,13 +65,15 @@ def curve(rows: Sequence[dict[str, float]], now: tuple[float, float] | None, the
     return figure
 
 
-def head_front(told: Explanation, every: Sequence[Any], limit: float | None, theme: Theme, unit: str) -> go.Figure:
+def head_front(
+    explanation: Explanation, every: Sequence[Any], limit: float | None, theme: Theme, unit: str
+) -> go.Figure:
     """All candidates of one head by cost in `unit` and loss; the front is joined, the choice is circled.
 
     `every` holds (kind, label, cost, loss) of each candidate.
     """
     figure = go.Figure()
-    front = told.front
+    front = explanation.front
     figure.add_scatter(
         x=[option.ms for option in front],
         y=[option.loss for option in front],
@@ -99,8 +101,8 @@ def head_front(told: Explanation, every: Sequence[Any], limit: float | None, the
             hovertemplate=f"<b>%{{customdata[0]}}</b><br>%{{x:.2f}} {unit}, misses %{{y:.2%}}<extra></extra>",
         )
     figure.add_scatter(
-        x=[told.chosen.ms],
-        y=[told.chosen.loss],
+        x=[explanation.chosen.ms],
+        y=[explanation.chosen.loss],
         mode="markers",
         name="chosen",
         hoverinfo="skip",
@@ -108,7 +110,7 @@ def head_front(told: Explanation, every: Sequence[Any], limit: float | None, the
     )
     if limit is not None:
         figure.add_hline(y=limit, line={"color": theme.missed, "dash": "dot", "width": 1.2})
-    layout(figure, theme, f"Layer {told.layer} · Head {told.head}: {len(every)} candidates", 340)
+    layout(figure, theme, f"Layer {explanation.layer} · Head {explanation.head}: {len(every)} candidates", 340)
     what = "predicted time of this head (ms)" if unit == "ms" else "computed tiles of this head"
     figure.update_xaxes(title=what, rangemode="tozero")
     figure.update_yaxes(

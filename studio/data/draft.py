@@ -17,7 +17,8 @@ from headscope.engine.patterns import families as patterns
 from headscope.engine.patterns.families import Pattern
 
 Head = tuple[int, int]
-Grid = tuple[tuple[Pattern, ...], ...]
+HeadPatterns = tuple[tuple[Pattern, ...], ...]
+"""The pattern of every head, `[layer][head]`."""
 
 SCOPES = ("this head", "its group", "its layer", "same pattern")
 
@@ -62,19 +63,19 @@ class Draft:
     id: str
     base_name: str
     base_id: str | None
-    base: Grid
+    base: HeadPatterns
     edits: tuple[Edit, ...] = ()
     sequence: int = 0
     base_estimator: Estimator = field(default_factory=Estimator)
 
     @cached_property
-    def patterns(self) -> Grid:
+    def patterns(self) -> HeadPatterns:
         """The patterns now, `[layer][head]`."""
-        grid = [list(row) for row in self.base]
+        patterns = [list(row) for row in self.base]
         for edit in self.edits:
             for (layer, head), pattern in edit.changes:
-                grid[layer][head] = pattern
-        return tuple(tuple(row) for row in grid)
+                patterns[layer][head] = pattern
+        return tuple(tuple(row) for row in patterns)
 
     @cached_property
     def estimator(self) -> Estimator:
@@ -132,11 +133,11 @@ class Draft:
         """The draft before its last edit."""
         return replace(self, edits=self.edits[:-1], sequence=self.sequence + 1) if self.edits else self
 
-    def onto(self, name: str, row_id: str | None, grid: Grid, estimator: Estimator) -> Draft:
+    def onto(self, name: str, row_id: str | None, patterns: HeadPatterns, estimator: Estimator) -> Draft:
         """The draft standing on a version: after a save, a restore, an import or a search. Undoable."""
         changes = tuple(
             ((layer, head), pattern)
-            for layer, row in enumerate(grid)
+            for layer, row in enumerate(patterns)
             for head, pattern in enumerate(row)
             if self.patterns[layer][head] != pattern
         )
@@ -194,8 +195,8 @@ def uniform(draft_id: str, name: str, pattern: Pattern, layers: int, heads: int)
     return Draft(draft_id, name, None, tuple((pattern,) * heads for _ in range(layers)))
 
 
-def differences(first: Grid, second: Grid) -> list[tuple[int, int, Pattern, Pattern]]:
-    """Heads whose pattern differs between two grids of one shape: layer, head, first's, second's."""
+def differences(first: HeadPatterns, second: HeadPatterns) -> list[tuple[int, int, Pattern, Pattern]]:
+    """Heads whose pattern differs between two models of one shape: layer, head, first's, second's."""
     return [
         (layer, head, one, two)
         for layer, (row, other) in enumerate(zip(first, second, strict=True))

@@ -52,8 +52,8 @@ def as_share(budget: Budget, length: int, on: bool) -> Budget:
 
 def sweep(pattern: Pattern, length: int) -> list[Pattern]:
     """Patterns for the curve of loss against cost: each family at several budgets, today's own among them."""
-    found: list[Pattern] = [pattern]
+    patterns: list[Pattern] = [pattern]
     for kind in KINDS[1:]:
         centre = pattern if pattern.kind == kind else default(kind, length)
-        found += [one for one in (centre.scaled(factor, length) for factor in FACTORS) if one is not None]
-    return list(dict.fromkeys(found))
+        patterns += [one for one in (centre.scaled(factor, length) for factor in FACTORS) if one is not None]
+    return list(dict.fromkeys(patterns))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.runs.inspection import starting_config
 from headscope.studio.base.errors import StoreError
-from headscope.studio.data.draft import Draft, Edit, Grid
+from headscope.studio.data.draft import Draft, Edit, HeadPatterns
 from headscope.studio.lab.database import Database
 from headscope.studio.lab.memo import Memo
 
@@ -51,7 +51,7 @@ class Drafts:
         known = self.get(draft_id)
         if known is not None and (len(known.base), len(known.base[0])) == (facts.layers, facts.query_heads):
             return known
-        return self.keep(Draft(draft_id, "start", None, start_grid(facts)))
+        return self.keep(Draft(draft_id, "start", None, start_patterns(facts)))
 
     def newest(self, draft: Draft) -> Draft:
         """The draft as it is now: edits of another tab are in it."""
@@ -88,7 +88,7 @@ class Drafts:
                 self._drafts.put(key, _Kept(known.draft, self._store(None, known.draft)))
 
 
-def start_grid(facts: ModelFacts) -> Grid:
+def start_patterns(facts: ModelFacts) -> HeadPatterns:
     """The patterns before anybody tuned: the engine's start, dense where a layer has its own kind of attention."""
     config = starting_config(facts)
     return tuple(config.patterns(layer) for layer in range(facts.layers))

@@ -4,8 +4,8 @@ A `Job` is long work of one session (a run, a comparison); a session has at most
 measured again) go through `Worker.quick`: they run on the same thread, between the layers of whatever long job
 is under way, so that tuning stays quick while somebody else's prompt runs. Nothing here knows streamlit.
 
-The thread outlives whatever the work raises, also what is no `Exception` (a panic in a library written in Rust). Should
-it end all the same, the work at hand fails with a sentence and another thread goes on with the queue.
+The thread outlives whatever the work raises, even what is not an `Exception` (a panic in a library written in Rust). If
+it ends all the same, the work at hand fails with a sentence and another thread goes on with the queue.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from headscope.engine.loss.oracle import LossSplit, loss_split
 from headscope.engine.patterns.families import Pattern
 from headscope.studio.base import words
 from headscope.studio.base.errors import StoreError
-from headscope.studio.data.draft import Grid
+from headscope.studio.data.draft import HeadPatterns
 from headscope.studio.data.maps import dense_sums, grid_edges, head_maps
 from headscope.studio.data.profiles import Profiles, head_profiles
 from headscope.studio.data.results import HeadCase, HeadDetail, Run, measurement_from_dict, measurement_key
@@ -70,7 +70,7 @@ class Measurements:
         return self._known.get(measurement_key(run_id, layer, head, pattern, estimator or Estimator()))
 
     def grid(
-        self, run_id: str, patterns: Grid, estimator: Estimator | None = None
+        self, run_id: str, patterns: HeadPatterns, estimator: Estimator | None = None
     ) -> list[list[HeadMeasurement | None]]:
         """Known measurements of every head, `[layer][head]`."""
         return [

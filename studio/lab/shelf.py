@@ -57,24 +57,22 @@ class Shelf:
         """
         needed = int(expected * 1.1)
         free = self._free()
-        victims = self._victims(expected, needed - free, in_use)
+        victims = self._victims(expected, needed - free, {*in_use, run_id})
         if victims is None:
             return False
         if free < needed:
             _remove(victims)
             victims = []
-        target = self.path(run_id)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            capture.save(target)
+            capture.save(self.path(run_id))
         except (OSError, CaptureError):
-            shutil.rmtree(target, ignore_errors=True)
             return False
         _remove(victims)
         return True
 
     def load(self, run_id: str) -> Capture:
-        """A stored capture. CaptureError when it is none, or damaged."""
+        """A stored capture. CaptureError where it is missing or damaged."""
         capture = Capture.load(self.path(run_id))
         self.touch(run_id)
         return capture

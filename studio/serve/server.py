@@ -47,7 +47,7 @@ _ended_by: list[int] = []
 
 def main(port: int) -> None:
     """Serves until a signal ends it."""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))  # an import is not to be broken off
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))  # an import must not be interrupted
     atexit.register(_end)  # what is registered first runs last
     os.chdir(ROOT)
     import uvicorn

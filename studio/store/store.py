@@ -50,7 +50,7 @@ class Store:
                     try:
                         yield cursor
                         cursor.commit()
-                    except BaseException:
+                    except BaseException:  # an interrupt too must not leave a half-done transaction open
                         roll_back(cursor)
                         raise
             except duckdb.Error as error:

@@ -231,15 +231,16 @@ def why(page: PageContext, search: StoredSearch, allocation: Allocation, target:
         left, right = st.columns(2)
         layer = left.selectbox("Layer", search.table.layers, key="search-why-layer")
         head = right.selectbox("Head", range(search.table.heads), key="search-why-head")
-        told = explain(search.table, search.cost, target, allocation, [(layer, head)])[0]
-        st.markdown(told.sentence)
+        explanation = explain(search.table, search.cost, target, allocation, [(layer, head)])[0]
+        st.markdown(explanation.sentence)
         prompts_word = words.count(len(search.table.prompts), "prompt")
         story = (
-            f"On its own, {told.win_rate:.0%} of {prompts_word} would choose this family and {told.same_rate:.0%} this "
-            f"candidate. It loses most on {told.worst_prompt}: {words.percent(told.worst_loss)}."
+            f"On its own, {explanation.win_rate:.0%} of {prompts_word} would choose this family and "
+            f"{explanation.same_rate:.0%} this candidate. It loses most on {explanation.worst_prompt}: "
+            f"{words.percent(explanation.worst_loss)}."
         )
         st.caption(words.escaped(story))  # prompts of a run folder have names of a person's own
-        for option, what in ((told.smaller, "Less budget"), (told.larger, "More budget")):
+        for option, what in ((explanation.smaller, "Less budget"), (explanation.larger, "More budget")):
             if option is not None:
                 st.caption(
                     f"{what}: {option.label} misses {words.percent(option.loss)} in {option.ms:.2f} {search.unit}."
@@ -251,8 +252,8 @@ def why(page: PageContext, search: StoredSearch, allocation: Allocation, target:
             for number, pattern in enumerate(search.settings.grid.candidates)
         ]
         widgets.figure(
-            search_charts.head_front(told, every, target.max_missed, page.theme, search.unit),
+            search_charts.head_front(explanation, every, target.max_missed, page.theme, search.unit),
             "search-front",
-            f"Candidates of layer {layer} head {head} by cost and loss; {told.chosen.label} is chosen.",
+            f"Candidates of layer {layer} head {head} by cost and loss; {explanation.chosen.label} is chosen.",
             lambda: pl.DataFrame(every, orient="row", schema=["family", "pattern", search.unit, "missed_mass"]),
         )

@@ -190,7 +190,7 @@ def _wait_for(page: PageContext) -> None:
 
 
 def earlier(page: PageContext) -> None:
-    """Runs of before, to open again without a new prefill."""
+    """Earlier runs, to open again without a new prefill."""
     rows = page.lab.store.runs(12)
     if not rows:
         return

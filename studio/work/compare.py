@@ -61,8 +61,8 @@ def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
     """A job: dense and sparse answers to the run's prompt, then a second sparse prefill that measures in situ."""
     loaded = lab.models.load(run.row.model, context)
     ids = prompts.encode(loaded, run.text, run.row.chat_template).ids.to(loaded.device)
-    grid, estimator = draft.patterns, draft.estimator
-    heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in grid)
+    patterns, estimator = draft.patterns, draft.estimator
+    heads = tuple(tuple(HeadEntry(pattern) for pattern in row) for row in patterns)
     config = HeadConfig(run.facts.to_dict(), {}, TILES_VERSION, estimator, heads)
     layers = run.facts.layers
     room = (run.facts.max_position or 2**30) - ids.shape[1]
@@ -84,31 +84,31 @@ def compare(lab: Lab, context: Context, run: Run, draft: Draft) -> Comparison:
         )
 
     dense, sparse = run_once("Dense", 0, None), run_once("Sparse", layers, config)
-    found: dict[int, float] = {}
+    missed: dict[int, float] = {}
 
     def visit(layer: int, inputs: LayerInputs) -> None:
         context.step(2 * layers + layer, 3 * layers, f"Measuring in place: layer {layer + 1} of {layers}")
-        result = measure.measure_patterns(inputs, grid[layer], layer=layer, estimator=estimator)
-        found[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
+        result = measure.measure_patterns(inputs, patterns[layer], layer=layer, estimator=estimator)
+        missed[layer] = sum(one.missed_mass_mean for one in result.heads) / len(result.heads)
 
     stream(loaded, ids, visit, config=config, cancel=lambda: context.cancelled, logits=False)
-    isolated = _isolated(lab, context, run, draft, tuple(found))
+    isolated = _isolated(lab, context, run, draft, tuple(missed))
     first, second = (torch.log_softmax(one.logits.double(), -1) for one in (dense, sparse))
-    made = Comparison(
+    comparison = Comparison(
         dense=dense,
         sparse=sparse,
         kl=next_token_kl(dense.logits, sparse.logits),
         same_first=bool(first.argmax() == second.argmax()),
         top_dense=_top(loaded, ids, first),
         top_sparse=_top(loaded, ids, second),
-        in_situ=tuple(found.values()),
+        in_situ=tuple(missed.values()),
         isolated=isolated,
-        layers=tuple(found),
+        layers=tuple(missed),
         title=draft.title,
         run_id=run.id,
     )
-    _remember(lab, run, made)
-    return made
+    _remember(lab, run, comparison)
+    return comparison
 
 
 def _isolated(lab: Lab, context: Context, run: Run, draft: Draft, layers: Sequence[int]) -> tuple[float, ...]:
@@ -133,9 +133,9 @@ def _isolated(lab: Lab, context: Context, run: Run, draft: Draft, layers: Sequen
     )
 
 
-def _remember(lab: Lab, run: Run, made: Comparison) -> None:
+def _remember(lab: Lab, run: Run, comparison: Comparison) -> None:
     try:
-        lab.store.add_latency(run.id, None, "dense against draft", run.row.tokens, made.to_dict())
+        lab.store.add_latency(run.id, None, "dense against draft", run.row.tokens, comparison.to_dict())
     except StoreError:
         return  # the comparison is on the page; the record of it can wait for a database that works
 

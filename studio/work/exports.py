@@ -20,7 +20,7 @@ from headscope.engine.loss.mass import MISSED_MASS_FLOOR
 from headscope.engine.loss.measure import HeadMeasurement
 from headscope.kernels.cells.plan import TILES_VERSION
 from headscope.studio.data import prompts
-from headscope.studio.data.draft import Draft, Grid
+from headscope.studio.data.draft import Draft, HeadPatterns
 from headscope.studio.data.results import Run
 from headscope.studio.lab.jobs import Context
 from headscope.studio.lab.lab import Lab
@@ -97,7 +97,7 @@ def provenance(run: Run, draft: Draft) -> dict[str, Any]:
     )
 
 
-def grid_of(config: HeadConfig) -> Grid:
+def patterns_of(config: HeadConfig) -> HeadPatterns:
     """A config's patterns."""
     return tuple(config.patterns(layer) for layer in range(len(config.heads)))
 
@@ -158,9 +158,9 @@ def _measure_again(lab: Lab, context: Context, config: HeadConfig, run: Run) -> 
     ]
     if not wanted:
         return 0, 0.0, ["its evidence is of another run: open that run, then check again"]
-    again = lab.measurements.measure(run, wanted, context, remember=False, estimator=config.estimator)
+    measured = lab.measurements.measure(run, wanted, context, remember=False, estimator=config.estimator)
     largest, differing = 0.0, []
-    for one in again:
+    for one in measured:
         claimed = config.heads[one.layer][one.head].evidence or {}
         gaps = [abs(getattr(one, name) - claimed[name]) for name in ("missed_mass_mean", "missed_mass_worst")]
         largest = max(largest, *gaps)
@@ -168,5 +168,5 @@ def _measure_again(lab: Lab, context: Context, config: HeadConfig, run: Run) -> 
             differing.append(f"L{one.layer} H{one.head}")
     if differing:
         named = ", ".join(differing[:6]) + (" and more" if len(differing) > 6 else "")
-        return len(again), largest, [f"measured again, {len(differing)} heads differ from their evidence: {named}"]
-    return len(again), largest, []
+        return len(measured), largest, [f"measured again, {len(differing)} heads differ from their evidence: {named}"]
+    return len(measured), largest, []

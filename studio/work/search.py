@@ -27,13 +27,13 @@ from headscope.engine.search.cost import CostModel
 from headscope.engine.search.front import Front
 from headscope.engine.search.grid import FORMAT as GRID_FORMAT
 from headscope.engine.search.grid import SAMPLING, Grid
-from headscope.engine.search.measure import (
+from headscope.engine.search.measure import Step
+from headscope.engine.search.results import (
     STATS,
     PromptResult,
     SearchError,
     SearchPrompt,
     Settings,
-    Step,
     keep_prompt,
     read_prompt,
 )
@@ -43,12 +43,11 @@ from headscope.engine.search.table import Allocation, Prediction, Table, Target,
 from headscope.studio.base import words
 from headscope.studio.data import prompts as texts
 from headscope.studio.data.draft import Draft
-from headscope.studio.data.draft import Grid as Patterns
 from headscope.studio.lab.jobs import Context
 from headscope.studio.lab.lab import Lab
 from headscope.studio.store.places import data_dir
 from headscope.studio.store.rows import now
-from headscope.studio.work.exports import grid_of
+from headscope.studio.work.exports import patterns_of
 
 COLUMNS = {
     "mean": "missed_mass_mean",
@@ -300,25 +299,25 @@ def expected(search: StoredSearch, allocation: Allocation) -> Expected:
 
 def to_draft(lab: Lab, draft: Draft, config: HeadConfig, label: str) -> Draft:
     """The draft standing on the choice and its estimator; one undoable step. HeadscopeError if shapes differ."""
-    grid: Patterns = grid_of(config)
-    if [len(row) for row in grid] != [len(row) for row in draft.patterns]:
+    patterns = patterns_of(config)
+    if [len(row) for row in patterns] != [len(row) for row in draft.patterns]:
         raise HeadscopeError("The draft is for a model of another shape: open a run of the searched model first.")
     newest = lab.drafts.newest(draft)
-    return lab.drafts.keep(newest.onto(label, None, grid, config.estimator))
+    return lab.drafts.keep(newest.onto(label, None, patterns, config.estimator))
 
 
 def sweep(search: StoredSearch, limits: tuple[float, ...]) -> list[dict[str, float]]:
     """Cost and loss at each largest missed mass: the curve that the slider runs along."""
     rows = []
     for limit in limits:
-        said = search.allocate(Target(max_missed=limit)).prediction
+        predicted = search.allocate(Target(max_missed=limit)).prediction
         rows.append(
             {
                 "limit": limit,
-                f"attention_{search.unit}": said.attention_ms,
-                f"dense_attention_{search.unit}": said.dense_attention_ms,
-                "loss_mean": said.loss_mean,
-                "computed_density": said.computed_pairs / max(1, said.causal_pairs),
+                f"attention_{search.unit}": predicted.attention_ms,
+                f"dense_attention_{search.unit}": predicted.dense_attention_ms,
+                "loss_mean": predicted.loss_mean,
+                "computed_density": predicted.computed_pairs / max(1, predicted.causal_pairs),
             }
         )
     return rows

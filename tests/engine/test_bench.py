@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from headscope.engine import build_index
 from headscope.engine.attend.inputs import LayerInputs
-from headscope.engine.base.errors import HeadscopeError, OptionError
+from headscope.engine.base.errors import HeadscopeError, OptionError, PromptError
 from headscope.engine.bench import decoder as bench_decoder
 from headscope.engine.bench import flex as bench_flex
 from headscope.engine.bench import layers as bench
@@ -22,6 +22,8 @@ from headscope.engine.bench import prefill as bench_prefill
 from headscope.engine.bench.cases import CASES, Case, clustered_layout, planted_layout
 from headscope.engine.bench.decoder import ModelShape
 from headscope.engine.bench.prefill import Setting, run_prefill, uniform
+from headscope.engine.bench.rate import rate
+from headscope.engine.bench.sampling import choices, study
 from headscope.engine.bench.shapes import SHAPES, Shape
 from headscope.engine.bench.timing import Timing, gate
 from headscope.engine.cli.bench import bench as command
@@ -29,7 +31,11 @@ from headscope.engine.config.host import HostProfile
 from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed, Pattern, VerticalSlash
+from headscope.engine.prompts.tokens import Encoded
 from headscope.engine.runs.capture import stream
+from headscope.engine.search.cost import CostModel
+from headscope.engine.search.results import SearchPrompt
+from headscope.engine.search.source import ModelSource
 from headscope.kernels.cells import counts, membership
 from headscope.kernels.cells.layout import Layout
 from tests.helpers import triton_cases
@@ -265,9 +271,65 @@ def test_prefill_command(tmp_path: Path) -> None:
         ("--config", "x.json"),
         ("--timed-layers", "2"),
         ("--prefill", "--shape", "gemma3-270m"),
+        ("--prefill", "--search-rate"),
+        ("--search-rate", "--model", "smollm2", "--prompt", "code"),
+        ("--search-rate", "--config", "x.json"),
+        ("--sampling", "--model", "smollm2"),
+        ("--sampling", "--prompts", "folder"),
+        ("--sampling", "--model", "smollm2", "--prompts", "folder", "--prompt", "code"),
+        ("--sampling", "--model", "smollm2", "--prompts", "sample_prompts", "--lengths", "1K,2K"),
+        ("--sampling", "--model", "smollm2", "--prompts", "sample_prompts", "--impl", "torch"),
+        ("--search-rate", "--shape", "smollm2", "--impl", "no such"),
+        ("--prompts", "folder"),
+        ("--cost-model", "file.json"),
     ],
 )
 def test_options_that_do_not_go_together(options: tuple[str, ...]) -> None:
     app = typer.Typer()
     app.command()(command)
     assert isinstance(CliRunner().invoke(app, list(options)).exception, OptionError)
+
+
+def test_a_search_of_layers_too_short_to_leave_anything_out_is_refused() -> None:
+    with pytest.raises(PromptError, match="synthetic"):
+        rate("smollm2", 1, 1, torch.float32)
+
+
+def test_search_rate_command(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    target = tmp_path / "rate.json"
+    options = ["--search-rate", "--shape", "gemma3-270m", "--lengths", "256", "--timed-layers", "1"]
+    result = CliRunner().invoke(app, [*options, "--json", str(target)])
+    assert result.exit_code == 0, result.output
+    (search,) = json.loads(target.read_text())["searches"]
+    assert search["tokens"] == 256 and search["layers"] == 1 and search["heads_per_second"] > 0
+    assert len(search["rows"]) == search["candidates"] and len(search["winners"]) == 6
+    for winner in search["winners"]:
+        limit = winner["target"]["max_missed"]
+        assert limit is None or winner["missed_mass_worst_head"] <= limit + 1e-5
+    assert "heads a second" in result.output and "no head above 2.0%" in result.output
+
+
+def test_sampling_command(tmp_path: Path, tiny_llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    ids = torch.randint(3, 97, (1, 300), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("headscope.engine.model.load.load_model", lambda *_, **__: tiny_llama)
+    monkeypatch.setattr(
+        "headscope.engine.search.source.encode", lambda *_, most=None, **__: Encoded(ids[:, :most], False)
+    )
+    folder, target, cost = tmp_path / "prompts", tmp_path / "sampling.json", tmp_path / "cost.json"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    cost.write_text(json.dumps(CostModel.tiles().to_dict()))
+    options = ["--sampling", "--model", "tiny", "--prompts", str(folder), "--lengths", "200", "--layers", "1"]
+    result = CliRunner().invoke(app, [*options, "--cost-model", str(cost), "--json", str(target)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(target.read_text())
+    assert report["layers"] == [1] and report["prompts"][0]["tokens"] == 200
+    expected = study(ModelSource(tiny_llama), [SearchPrompt("a", "text", tuple(ids[0, :200].tolist()), "0" * 64)], [1])
+    for point, again in zip(report["points"], expected, strict=True):
+        assert point["estimator"] == again.estimator.to_dict() and point["captured"] == pytest.approx(again.captured)
+    assert len(report["totals"]) == len(choices())
+    assert "64 rows, half, overlap removed" in " ".join(result.output.split())

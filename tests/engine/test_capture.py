@@ -91,7 +91,6 @@ def test_memory_budget_decides_the_place(tiny_llama: LoadedModel, host: int, dis
     ids = tokens(20)
     with capture(tiny_llama, ids) as plain, capture(tiny_llama, ids, room=Room(0, host, disk)) as kept:
         assert [kept.places[layer] for layer in range(3)] == places
-        assert ("on disk" in kept.describe_storage()) == ("disk" in places)
         for layer in range(3):
             assert same(kept.layer(layer), plain.layer(layer))
         folder = kept._folder

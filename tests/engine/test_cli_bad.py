@@ -79,7 +79,7 @@ UNUSABLE = {
     "inspect --model pipe --prompt text.txt": "is neither a file nor a folder",
     "inspect --model pickled --prompt text.txt": "pickled weights",
     "inspect --model two --prompt text.txt": "holds 2 GGUF files",
-    "inspect --model broken.gguf --prompt text.txt": "cannot be loaded",
+    "inspect --model broken.gguf --prompt text.txt": "no GGUF file, or cut short",
     "inspect --model a/b/c --prompt text.txt": "no file or folder 'a/b/c'",
     "generate --model ./[/x] --prompt text.txt": "no file or folder './[/x]'",
     "check config.json --model ./none": "no file or folder",

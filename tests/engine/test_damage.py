@@ -27,7 +27,7 @@ from headscope.engine.runs.capture import Capture, capture
 from headscope.engine.search import run as search
 from headscope.engine.search.cost import CostModel, Fit
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import SearchPrompt, Settings, read_prompt
+from headscope.engine.search.results import SearchPrompt, Settings, read_prompt
 from headscope.engine.search.table import Target
 
 FACTS: dict[str, Any] = {
@@ -235,7 +235,7 @@ def test_a_damaged_capture_is_read_or_refused(count: int, tiny_llama: LoadedMode
 
     def use() -> None:
         with Capture.load(home) as kept:
-            assert kept.describe_storage() and kept.tokens == 20
+            assert kept.tokens == 20
             for layer in kept.layers:
                 inputs = kept.layer(layer)
                 assert inputs.rows == 20 and inputs.scale > 0

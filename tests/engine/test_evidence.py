@@ -28,7 +28,7 @@ from headscope.engine.runs.answer import answer, next_token_kl
 from headscope.engine.runs.inspection import in_situ, inspect_prompt, with_evidence
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import SearchPrompt
+from headscope.engine.search.results import SearchPrompt
 from headscope.engine.search.run import search_config
 from headscope.engine.search.table import Target
 

@@ -23,7 +23,7 @@ from headscope.engine.patterns.foreign import KNOWN, ForeignHead
 from headscope.engine.patterns.registry import register
 from headscope.engine.search.cost import TILE_CELLS, CostModel, fit
 from headscope.engine.search.grid import Grid, default_grid
-from headscope.engine.search.measure import PromptResult
+from headscope.engine.search.results import PromptResult
 from headscope.engine.search.run import choose, read_run
 from headscope.engine.search.table import Table, Target, allocate
 from headscope.kernels.torch.attention import dense

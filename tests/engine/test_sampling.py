@@ -10,6 +10,7 @@ from headscope.engine.attend.estimator import Estimator
 from headscope.engine.attend.inputs import ScoreInputs
 from headscope.engine.bench.sampling import SamplingPoint, captured_rows, choices, lines_at, study, totals
 from headscope.engine.search.cost import CostModel
+from headscope.engine.search.results import SearchError
 from tests.helpers.planted import COLUMNS, DISTANCES, PlantedSource, planted_layer, planted_prompts
 
 
@@ -59,6 +60,8 @@ def test_a_study_covers_every_choice_and_more_cells_capture_more() -> None:
     for low, high in zip(points[::2], points[1::2], strict=True):
         assert low.captured < high.captured and low.index_ms > 0 and len(low.prompts) == 2
         assert low.worst_row <= low.captured
+    with pytest.raises(SearchError, match="at least 64 tokens"):
+        study(PlantedSource(1), planted_prompts(1, 63), [0], estimators)
     assert len(choices()) >= 18 and len(set(choices())) == len(choices())
 
 

@@ -24,7 +24,8 @@ from headscope.engine.patterns.families import AShape, BlockSparse, Dense, Fixed
 from headscope.engine.search import run as search
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import Grid, default_grid
-from headscope.engine.search.measure import (
+from headscope.engine.search.ranks import Ranks
+from headscope.engine.search.results import (
     MIXED,
     STATS,
     SearchError,
@@ -35,7 +36,6 @@ from headscope.engine.search.measure import (
     read_result,
     result_path,
 )
-from headscope.engine.search.ranks import Ranks
 from headscope.engine.search.table import Target
 from tests.helpers.planted import COLUMNS, DISTANCES, PlantedSource, planted_layer, planted_prompts
 

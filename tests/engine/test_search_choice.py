@@ -19,7 +19,7 @@ from headscope.engine.search.check import Expected
 from headscope.engine.search.cost import ALWAYS, TILE_CELLS, CostModel, fit, nonnegative_least_squares
 from headscope.engine.search.front import Front, Point, hull, least_loss, least_time, pareto
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import STATS, PromptResult, SearchError
+from headscope.engine.search.results import STATS, PromptResult, SearchError
 from headscope.engine.search.speed import Layers, fastest_ms, least_loss_of_layers
 from headscope.engine.search.table import Table, Target, allocate, best_uniform, fronts, mean_losses
 

@@ -36,7 +36,7 @@ from headscope.engine.patterns.tri_shape import MOST_BLOCK_ROWS, block_size
 from headscope.engine.search import run as search
 from headscope.engine.search.cost import CostModel
 from headscope.engine.search.grid import Grid
-from headscope.engine.search.measure import Settings
+from headscope.engine.search.results import Settings
 from headscope.engine.search.table import Target
 from headscope.kernels.torch.attention import dense
 from tests.engine.test_config import FACTS

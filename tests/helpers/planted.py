@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headscope.engine.attend.inputs import LayerInputs
-from headscope.engine.search.measure import SearchPrompt
+from headscope.engine.search.results import SearchPrompt
 
 LENGTH = 1024
 DIM = 256

@@ -18,13 +18,12 @@ from headscope.engine.loss.measure import measure_patterns
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, VerticalSlash
 from headscope.studio.base import words
-from headscope.studio.charts import charts
 from headscope.studio.charts.maps import pooled_map
 from headscope.studio.charts.theme import LIGHT
 from headscope.studio.data import prompts
 from headscope.studio.data.draft import Draft
 from headscope.studio.data.results import HeadCase
-from headscope.studio.lab.drafts import start_grid
+from headscope.studio.lab.drafts import start_patterns
 from headscope.studio.lab.lab import Lab
 from headscope.studio.ui import panels
 from headscope.studio.ui.view import View
@@ -55,7 +54,7 @@ def test_run_opens_on_the_worst_head_and_the_numbers_are_the_engines(lab: Lab) -
     ok(test.run())
     run = lab.runs.open(view.run_id)
     assert run is not None and run.row.tokens > 200
-    grid = lab.measurements.grid(run.id, start_grid(run.facts))
+    grid = lab.measurements.grid(run.id, start_patterns(run.facts))
     values = {(one.layer, one.head): one.missed_mass_mean for row in grid for one in row}
     worst = max(values, key=values.get)
     assert (view.layer, view.head) == worst
@@ -89,7 +88,7 @@ def test_every_panel_about_a_head_draws(lab: Lab, look: str) -> None:
 
 def test_the_panels_show_the_engines_numbers(lab: Lab) -> None:
     run = lab.runs.open(run_now(lab))
-    grid = lab.measurements.grid(run.id, start_grid(run.facts))
+    grid = lab.measurements.grid(run.id, start_patterns(run.facts))
     one = grid[1][3]
     test = ok(page("heads", View(SESSION, run_id=run.id, look="numbers and areas", layer=1, head=3)))
     rows = next(item.value for item in test.dataframe if list(item.value.columns) == ["number", "value"])
@@ -172,7 +171,7 @@ def test_save_restore_diff_export_and_import(lab: Lab, tmp_path: Path) -> None:
 
     config = exports.read_import("out.json", path.read_bytes(), run.facts)
     back = lab.store.save_config("back", config, note="imported")
-    assert exports.grid_of(back.config) == exports.grid_of(stored.config)
+    assert exports.patterns_of(back.config) == exports.patterns_of(stored.config)
     job = lab.worker.submit("other", "export", "x", lambda context: exports.round_trip(lab, context, back, None))
     assert job.finished.wait(60) and "not from a run" in job.result.problems[0]
     ok(page("configs", view))
@@ -199,7 +198,7 @@ def test_a_version_that_samples_otherwise_is_measured_and_kept_so(lab: Lab) -> N
     run = lab.runs.open(view.run_id)
     other = Estimator(rows=2, where="half", overlap="removed")
     facts = run.facts.to_dict()
-    start = start_grid(run.facts)
+    start = start_patterns(run.facts)
     imported = HeadConfig.uniform(facts, start[0][0], estimator=other)
     version = lab.store.save_config("half", imported, note="imported")
     view.version = version.id
@@ -423,7 +422,7 @@ def test_a_database_that_cannot_be_opened_is_said_and_nothing_is_lost(
     from headscope.studio.store.store import Store
 
     store = Store(path)
-    assert exports.grid_of(store.config(stored.id).config)[0][1] == Dense()
+    assert exports.patterns_of(store.config(stored.id).config)[0][1] == Dense()
     assert store.run(view.run_id) is not None and len(store.measurements(view.run_id)) >= 18
     store.close()
 
@@ -464,7 +463,7 @@ def test_an_edit_of_one_head_at_2048_tokens_takes_less_than_a_second(lab: Lab) -
         drawn = pooled_map(
             found.maps.dense, found.maps.row_edges, found.maps.column_edges, "x", LIGHT, computed=found.maps.computed
         )
-        assert charts.figure_bytes(drawn) < 2 * 2**20
+        assert len(drawn.to_json()) < 2 * 2**20
     assert min(seconds) < 1.0, seconds
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from headscope.engine import Estimator, build_index
-from headscope.engine.patterns.families import AShape, BlockSparse, VerticalSlash
+from headscope.engine import Estimator, build_index, sparse_attention
+from headscope.engine.patterns.families import AShape, BlockSparse, Fixed, VerticalSlash
 from headscope.studio.lessons import maths
 from headscope.studio.lessons.maths import (
     a_shape,
@@ -77,7 +77,11 @@ def test_vertical_slash_by_hand() -> None:
     assert found.right.weights == pytest.approx((0.422, 0.155, 0.422), abs=5e-4)
     assert found.right.output == pytest.approx((1.266, 0.732), abs=2e-3)
     assert found.right.rounded_output == pytest.approx((1.266, 0.732), abs=1e-9)
-    assert vertical_slash.kernel_output((1,), (0, 2), 6) == pytest.approx(found.right.output, abs=1e-6)
+    # The same row from the sparse attention that models run, not from the reference.
+    one = vertical_slash.head()
+    index = build_index(one.q, one.k, [Fixed(columns=(1,), distances=(0, 2))], one.scale, tile=1)
+    out, _ = sparse_attention(one.q, one.k, one.v, index)
+    assert out[0, 0, 6].tolist() == pytest.approx(found.right.output, abs=1e-6)
 
 
 def test_forgetting_to_remove_the_repeat_counts_it_twice() -> None:

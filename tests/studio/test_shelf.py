@@ -59,6 +59,13 @@ def test_a_save_that_fails_drops_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(new, "save", fail)
     assert not shelf.put("d", new, SIZE)
     assert all(shelf.has(name) for name in "abc") and not shelf.has("d")
+    assert not shelf.put("a", new, SIZE) and shelf.has("a"), "a run's own capture stays until another is whole"
+
+
+def test_a_run_that_is_stored_again_does_not_give_way_to_itself(tmp_path: Path) -> None:
+    shelf = filled(tmp_path, budget=int(3.5 * SIZE) + 3000)
+    assert shelf.put("a", capture(9), SIZE)
+    assert shelf.load("a").layer(0).q.shape == (1, 4, TOKENS, 16) and not shelf.has("b")
 
 
 def test_the_one_not_used_for_longest_goes_and_never_one_in_use(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     )
 
 
-def draw_cells(found: AShapeLesson, theme: Theme) -> go.Figure:
+def draw_cells(result: AShapeLesson, theme: Theme) -> go.Figure:
     """The pattern, coloured by where a cell comes from."""
-    title = f"{found.cells} of {found.dense_cells} cells are read"
-    return figures.cells(found.classes, names(theme), theme, title)
+    title = f"{result.cells} of {result.dense_cells} cells are read"
+    return figures.cells(result.classes, names(theme), theme, title)
 
 
 def draw_growth(sink: int, window: int, sparse: list[int], dense: list[int], theme: Theme) -> go.Figure:
@@ -76,22 +76,22 @@ def show(theme: Theme) -> None:
             f"With {drawn.n} positions, sink {drawn.sink} and window {drawn.window} this is the article's drawing, "
             f"with {drawn.cells} cells."
         )
-    found = lesson(n, sink, window)
+    result = lesson(n, sink, window)
     with right:
         parts.numbers(
-            ("cells", str(found.cells), "Counted once each, by the engine"),
-            ("in the sink", str(found.sink_cells), ""),
-            ("in the window", str(found.window_cells), ""),
-            ("in both", str(found.both), "Near the start the window reaches the sink"),
-            ("of dense", percent(found.cells / found.dense_cells), f"Dense has {found.dense_cells} cells"),
+            ("cells", str(result.cells), "Counted once each, by the engine"),
+            ("in the sink", str(result.sink_cells), ""),
+            ("in the window", str(result.window_cells), ""),
+            ("in both", str(result.both), "Near the start the window reaches the sink"),
+            ("of dense", percent(result.cells / result.dense_cells), f"Dense has {result.dense_cells} cells"),
         )
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme),
+            draw_cells(result, theme),
             "ashape-cells",
-            f"{found.cells} cells: {found.sink_cells} in the sink columns, {found.window_cells} in the window, "
-            f"{found.both} in both.",
-            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in found.classes.tolist()]),
+            f"{result.cells} cells: {result.sink_cells} in the sink columns, {result.window_cells} in the window, "
+            f"{result.both} in both.",
+            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in result.classes.tolist()]),
         )
         sparse, dense = growth(sink, window)
         parts.picture(
@@ -107,9 +107,9 @@ def show(theme: Theme) -> None:
     parts.check(
         "ashape",
         "Add the cells of the sink and the cells of the window. By how much is that too many?",
-        f"By {found.both}: {found.sink_cells} + {found.window_cells} − {found.both} = {found.cells}.",
+        f"By {result.both}: {result.sink_cells} + {result.window_cells} − {result.both} = {result.cells}.",
         "In the first rows the window reaches the sink, and such a cell belongs to both parts. It is read once. A "
         "kernel that reads it twice gets a wrong softmax: chapter 3 shows how wrong.",
-        value=found.both,
+        value=result.both,
         unit="cells",
     )

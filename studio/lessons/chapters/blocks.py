@@ -24,10 +24,10 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     )
 
 
-def draw_drawing(found: Drawing, theme: Theme) -> go.Figure:
+def draw_drawing(drawing: Drawing, theme: Theme) -> go.Figure:
     """The eight positions."""
-    title = f"{found.cells} of {found.causal} cells are read, {found.masked} masked"
-    return figures.cells(found.classes, names(theme), theme, title, height=400)
+    title = f"{drawing.cells} of {drawing.causal} cells are read, {drawing.masked} masked"
+    return figures.cells(drawing.classes, names(theme), theme, title, height=400)
 
 
 def draw_blocks(values: np.ndarray, marked: np.ndarray, title: str, top: float, theme: Theme, scale: bool) -> go.Figure:
@@ -45,12 +45,12 @@ def draw_blocks(values: np.ndarray, marked: np.ndarray, title: str, top: float, 
     )
 
 
-def draw_captured(found: BlockLesson, theme: Theme) -> go.Figure:
+def draw_captured(result: BlockLesson, theme: Theme) -> go.Figure:
     """Captured mass of every row, for both choices."""
     return figures.lines(
         [
-            ("blocks by pooled score (what runs)", found.captured, theme.accent, "solid"),
-            ("blocks by true mass (cannot be known in time)", found.captured_best, theme.missed, "dot"),
+            ("blocks by pooled score (what runs)", result.captured, theme.accent, "solid"),
+            ("blocks by true mass (cannot be known in time)", result.captured_best, theme.missed, "dot"),
         ],
         theme,
         "Captured mass of every row",
@@ -115,39 +115,39 @@ def _online(theme: Theme) -> None:
         block = int(parts.choice("Block size b", ["4", "8", "16"], "blocks-size", start="8"))
         k = parts.slider("Key blocks kept per query block, k", 1, 6, 2, "blocks-k")
         needle = parts.amount("Strength of the lone key", 0.0, 10.0, 7.0, 0.5, "blocks-needle")
-    found = lesson(block, k, needle)
-    last, last_best = float(found.captured[-8:].mean()), float(found.captured_best[-8:].mean())
+    result = lesson(block, k, needle)
+    last, last_best = float(result.captured[-8:].mean()), float(result.captured_best[-8:].mean())
     with left:
         parts.numbers(
             ("last 8 rows, by score", percent(last), "Captured mass under the blocks that the index chose"),
             ("by true mass", percent(last_best), "The same number of blocks, chosen with the attention already known"),
-            ("cells", percent(found.cells / found.causal), "Of the causal cells"),
+            ("cells", percent(result.cells / result.causal), "Of the causal cells"),
         )
         st.markdown(
-            f"The score overlooks **{found.overlooked}** of the heaviest blocks here."
-            if found.overlooked
+            f"The score overlooks **{result.overlooked}** of the heaviest blocks here."
+            if result.overlooked
             else "Here the score picks the heaviest blocks: make the lone key stronger, or keep fewer blocks."
         )
-    top = float(max(found.before.max(), found.after.max()))
+    top = float(max(result.before.max(), result.after.max()))
     with right:
         first, second = st.columns(2, gap="small")
         with first:
             parts.picture(
-                draw_blocks(found.before, found.chosen, "Pooled, then softmax", top, theme, False),
+                draw_blocks(result.before, result.chosen, "Pooled, then softmax", top, theme, False),
                 "blocks-before",
                 "Softmax of pooled scores; rings are the chosen blocks.",
-                lambda: parts.grid_frame(softmax_of_pooled=found.before.tolist(), chosen=found.chosen.tolist()),
+                lambda: parts.grid_frame(softmax_of_pooled=result.before.tolist(), chosen=result.chosen.tolist()),
             )
         with second:
             parts.picture(
-                draw_blocks(found.after, found.best, "Softmax, then pooled: the truth", top, theme, True),
+                draw_blocks(result.after, result.best, "Softmax, then pooled: the truth", top, theme, True),
                 "blocks-after",
                 "Exact attention mass per block; rings are the heaviest blocks.",
-                lambda: parts.grid_frame(exact_mass=found.after.tolist(), heaviest=found.best.tolist()),
+                lambda: parts.grid_frame(exact_mass=result.after.tolist(), heaviest=result.best.tolist()),
             )
         parts.picture(
-            draw_captured(found, theme),
+            draw_captured(result, theme),
             "blocks-captured",
             "Captured mass of every row under both choices.",
-            lambda: pl.DataFrame({"row": list(range(N)), "by_score": found.captured, "by_mass": found.captured_best}),
+            lambda: pl.DataFrame({"row": list(range(N)), "by_score": result.captured, "by_mass": result.captured_best}),
         )

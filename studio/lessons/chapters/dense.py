@@ -11,16 +11,16 @@ from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.maths.dense import LONG, DenseLesson, cells_at, lesson
 
 
-def draw_map(found: DenseLesson, theme: Theme) -> go.Figure:
+def draw_map(result: DenseLesson, theme: Theme) -> go.Figure:
     """All weights, the chosen row framed."""
-    return figures.weights(found.weights, theme, "Attention weights, every row adds up to 100 %", row=found.row)
+    return figures.weights(result.weights, theme, "Attention weights, every row adds up to 100 %", row=result.row)
 
 
-def draw_row(found: DenseLesson, theme: Theme) -> go.Figure:
+def draw_row(result: DenseLesson, theme: Theme) -> go.Figure:
     """The chosen row's weights as bars."""
-    values = found.weights[found.row, : found.row + 1].tolist()
+    values = result.weights[result.row, : result.row + 1].tolist()
     return figures.bars(
-        values, theme, f"Row {found.row}: one softmax over {found.row + 1} keys", axes=("key", "weight")
+        values, theme, f"Row {result.row}: one softmax over {result.row + 1} keys", axes=("key", "weight")
     )
 
 
@@ -50,37 +50,37 @@ def show(theme: Theme) -> None:
             "dense-sharpness",
             help="0 makes every key equally good; more makes the best ones win.",
         )
-    found = lesson(n, row, sharpness)
+    result = lesson(n, row, sharpness)
     with right:
         parts.numbers(
-            ("cells the engine counts", f"{found.cells:,}", "Query-key pairs with key ≤ query"),
-            ("n (n + 1) / 2", f"{found.formula_cells:,}", ""),
-            (f"row {found.row} adds up to", f"{found.weights[found.row].sum():.3f}", ""),
-            ("LSE of the row", f"{found.lse:.3f}", "Logarithm of the softmax's denominator; chapter 8 uses it"),
+            ("cells the engine counts", f"{result.cells:,}", "Query-key pairs with key ≤ query"),
+            ("n (n + 1) / 2", f"{result.formula_cells:,}", ""),
+            (f"row {result.row} adds up to", f"{result.weights[result.row].sum():.3f}", ""),
+            ("LSE of the row", f"{result.lse:.3f}", "Logarithm of the softmax's denominator; chapter 8 uses it"),
         )
         parts.picture(
-            draw_map(found, theme),
+            draw_map(result, theme),
             "dense-map",
-            f"Lower triangle of {found.n} rows; row {found.row} is framed. {found.cells} cells carry weight.",
-            lambda: parts.grid_frame(weight=found.weights.tolist()),
+            f"Lower triangle of {result.n} rows; row {result.row} is framed. {result.cells} cells carry weight.",
+            lambda: parts.grid_frame(weight=result.weights.tolist()),
         )
         parts.picture(
-            draw_row(found, theme),
+            draw_row(result, theme),
             "dense-row",
-            f"Weights of row {found.row}.",
+            f"Weights of row {result.row}.",
             lambda: pl.DataFrame(
                 {
-                    "key": list(range(found.row + 1)),
-                    "score": found.scores,
-                    "weight": found.weights[found.row, : found.row + 1],
+                    "key": list(range(result.row + 1)),
+                    "score": result.scores,
+                    "weight": result.weights[result.row, : result.row + 1],
                 }
             ),
         )
     twice = cells_at(2 * n)
     parts.check(
         "dense",
-        f"With n = {n} there are {found.cells:,} cells. How many are there with twice as many positions?",
-        f"{twice:,} cells, {twice / found.cells:.2f} times as many.",
+        f"With n = {n} there are {result.cells:,} cells. How many are there with twice as many positions?",
+        f"{twice:,} cells, {twice / result.cells:.2f} times as many.",
         f"Twice the length costs nearly four times the work. A prompt of {LONG:,} tokens has {cells_at(LONG):,} cells, "
         "for each head of each layer: this is why long prompts are slow to start.",
         value=twice,

@@ -28,27 +28,27 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     )
 
 
-def draw_cells(found: EstimatorLesson, theme: Theme) -> go.Figure:
+def draw_cells(result: EstimatorLesson, theme: Theme) -> go.Figure:
     """What is read and what is lost; triangles point at the sampled rows."""
-    title = f"{found.lost} strong cell{'' if found.lost == 1 else 's'} lost · triangles: sampled rows"
-    figure = figures.cells(found.classes, names(theme), theme, title, height=500)
+    title = f"{result.lost} strong cell{'' if result.lost == 1 else 's'} lost · triangles: sampled rows"
+    figure = figures.cells(result.classes, names(theme), theme, title, height=500)
     figure.add_scatter(
-        x=[found.n + 0.1] * len(found.sampled),
-        y=list(found.sampled),
+        x=[result.n + 0.1] * len(result.sampled),
+        y=list(result.sampled),
         mode="markers",
         showlegend=False,
         hovertemplate="row %{y} is sampled<extra></extra>",
-        marker={"symbol": "triangle-left", "size": 12 if found.n <= 16 else 8, "color": theme.ink},
+        marker={"symbol": "triangle-left", "size": 12 if result.n <= 16 else 8, "color": theme.ink},
     )
-    figure.update_xaxes(range=[-0.5, found.n + (0.7 if found.n <= 16 else 1.5)])
+    figure.update_xaxes(range=[-0.5, result.n + (0.7 if result.n <= 16 else 1.5)])
     return figure
 
 
-def draw_captured(found: EstimatorLesson, theme: Theme) -> go.Figure:
+def draw_captured(result: EstimatorLesson, theme: Theme) -> go.Figure:
     """Captured mass of every row; rows that were not sampled are striped."""
-    sampled = [row in found.sampled for row in range(found.n)]
+    sampled = [row in result.sampled for row in range(result.n)]
     figure = figures.bars(
-        found.captured.tolist(),
+        result.captured.tolist(),
         theme,
         "Captured mass of every row",
         axes=("query row", "captured"),
@@ -62,23 +62,23 @@ def draw_captured(found: EstimatorLesson, theme: Theme) -> go.Figure:
     return figure
 
 
-def draw_scores(found: EstimatorLesson, theme: Theme) -> go.Figure:
+def draw_scores(result: EstimatorLesson, theme: Theme) -> go.Figure:
     """What columns and distances scored, the chosen ones solid."""
     figure = go.Figure()
-    for name, scores, chosen, colour, symbol in (
-        ("column", found.column_scores, found.columns, theme.patterns["a-shape"], "square"),
-        ("distance", found.distance_scores, found.distances, theme.accent, "circle"),
+    for name, scores, kept, colour, symbol in (
+        ("column", result.column_scores, result.columns, theme.patterns["a-shape"], "square"),
+        ("distance", result.distance_scores, result.distances, theme.accent, "circle"),
     ):
         figure.add_scatter(
-            x=list(range(found.n)),
+            x=list(range(result.n)),
             y=scores,
             mode="markers+lines",
             name=f"{name}s (filled: chosen)",
             line={"color": colour, "width": 1, "dash": "solid" if name == "column" else "dot"},
             marker={
-                "size": [11 if at in chosen else 6 for at in range(found.n)],
+                "size": [11 if at in kept else 6 for at in range(result.n)],
                 "line": {"width": 1.5, "color": colour},
-                "symbol": [symbol if at in chosen else f"{symbol}-open" for at in range(found.n)],
+                "symbol": [symbol if at in kept else f"{symbol}-open" for at in range(result.n)],
                 "color": colour,
             },
             hovertemplate=f"{name} %{{x}}: %{{y:.3f}}<extra></extra>",
@@ -107,33 +107,33 @@ def show(theme: Theme) -> None:
         short = parts.choice("Prompt", ["eight rows", "two chapters"], "est-prompt", help=words) == "eight rows"
         one = maths.article_head() if short else maths.long_head()
         vertical, slash, settings = _controls(short)
-    found = maths.lesson(one, vertical, slash, settings)
+    result = maths.lesson(one, vertical, slash, settings)
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme),
+            draw_cells(result, theme),
             "est-cells",
-            f"Columns {found.columns} and distances {found.distances} are kept; {found.lost} strong cells are lost.",
-            lambda: parts.grid_frame(weight=found.weights.tolist(), cell=found.classes.tolist()),
+            f"Columns {result.columns} and distances {result.distances} are kept; {result.lost} strong cells are lost.",
+            lambda: parts.grid_frame(weight=result.weights.tolist(), cell=result.classes.tolist()),
         )
-    _numbers(found)
+    _numbers(result)
     if short:
-        _article(one, found)
+        _article(one, result)
     first, second = st.columns(2, gap="large")
     with first:
         parts.picture(
-            draw_captured(found, theme),
+            draw_captured(result, theme),
             "est-captured",
-            f"Captured mass, mean {percent(found.mean)}.",
-            lambda: pl.DataFrame({"row": list(range(found.n)), "captured": found.captured}),
+            f"Captured mass, mean {percent(result.mean)}.",
+            lambda: pl.DataFrame({"row": list(range(result.n)), "captured": result.captured}),
         )
     with second:
         parts.picture(
-            draw_scores(found, theme),
+            draw_scores(result, theme),
             "est-scores",
             "Statistics of columns and distances from the sampled rows.",
             lambda: pl.DataFrame(
-                {"at": list(range(found.n)), "column": found.column_scores, "distance": found.distance_scores}
+                {"at": list(range(result.n)), "column": result.column_scores, "distance": result.distance_scores}
             ),
         )
     if not short:
@@ -180,34 +180,34 @@ def _controls(short: bool) -> tuple[int, int, Estimator]:
     return vertical, slash, Estimator(rows, where, statistic, columns, slashes, overlap)
 
 
-def _numbers(found: EstimatorLesson) -> None:
-    start, middle, end = found.thirds
+def _numbers(result: EstimatorLesson) -> None:
+    start, middle, end = result.thirds
     parts.numbers(
-        ("captured, mean", percent(found.mean), "Dense probability on the cells that are read, mean of all rows"),
+        ("captured, mean", percent(result.mean), "Dense probability on the cells that are read, mean of all rows"),
         ("start", percent(start), "First third of the rows"),
         ("middle", percent(middle), ""),
         ("end", percent(end), "Last third of the rows"),
-        ("worst row", f"{int(found.captured.argmin())}: {percent(float(found.captured.min()))}", ""),
-        ("columns", _set(found.columns), "Chosen by the index"),
-        ("distances", _set(found.distances), "Chosen by the index"),
-        ("scores looked at", f"{found.cost:,}", "Causal cells of the sampled rows: the price of the estimate"),
+        ("worst row", f"{int(result.captured.argmin())}: {percent(float(result.captured.min()))}", ""),
+        ("columns", _set(result.columns), "Chosen by the index"),
+        ("distances", _set(result.distances), "Chosen by the index"),
+        ("scores looked at", f"{result.cost:,}", "Causal cells of the sampled rows: the price of the estimate"),
     )
 
 
-def _article(one: Head, found: EstimatorLesson) -> None:
+def _article(one: Head, result: EstimatorLesson) -> None:
     scores = maths.proxy_scores(one, [6, 7], 4)
     highest = ", ".join(f"{value:.1f}" for value in scores.max(0))
-    seen = EARLY_ROW in found.sampled
-    kept = found.classes[EARLY_ROW, EARLY_KEY] == 3
+    sampled_early = EARLY_ROW in result.sampled
+    kept = result.classes[EARLY_ROW, EARLY_KEY] == 3
     verdict = (
-        f"it is **kept**, and row {EARLY_ROW} captures {percent(float(found.captured[EARLY_ROW]))}."
+        f"it is **kept**, and row {EARLY_ROW} captures {percent(float(result.captured[EARLY_ROW]))}."
         if kept
-        else f"it is **lost**, and row {EARLY_ROW} captures only {percent(float(found.captured[EARLY_ROW]))}."
+        else f"it is **lost**, and row {EARLY_ROW} captures only {percent(float(result.captured[EARLY_ROW]))}."
     )
     st.markdown(
         f"Rows 6 and 7 have the scores of eq. 12; their column maxima are ({highest}), so key "
         f"{int(scores.max(0).argmax())} comes first. Row {EARLY_ROW} has score {EARLY_SCORE:g} at key {EARLY_KEY}, "
-        f"{EARLY_ROW - EARLY_KEY} back. It is {'among' if seen else 'not among'} the sampled rows; {verdict}"
+        f"{EARLY_ROW - EARLY_KEY} back. It is {'among' if sampled_early else 'not among'} the sampled rows; {verdict}"
     )
     st.caption(
         f"The article calls the early row q3. Here it stands at {EARLY_ROW}: at 3 the cell would lie on distance 0, "
@@ -264,8 +264,8 @@ def _compare(one: Head, vertical: int, slash: int, settings: Estimator, theme: T
 
 
 def _compare_distances(one: Head, vertical: int, slash: int, settings: Estimator) -> None:
-    found = maths.distance_variants(one, vertical, slash, settings)
-    far = {d for _, v in found for d in v.distances if sum(d <= row for row in v.sampled) == 1}
+    variants = maths.distance_variants(one, vertical, slash, settings)
+    far = {d for _, v in variants for d in v.distances if sum(d <= row for row in v.sampled) == 1}
     fluke = (
         f" Here it lets distance {min(far)} in, which a single sampled row can have at all, and which is one column "
         "seen from one row."
@@ -292,7 +292,7 @@ def _compare_distances(one: Head, vertical: int, slash: int, settings: Estimator
                         "middle": percent(v.thirds[1]),
                         "end": percent(v.thirds[2]),
                     }
-                    for name, v in found
+                    for name, v in variants
                 ]
             ),
             hide_index=True,

@@ -14,18 +14,18 @@ from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.maths.missed_mass import PLACES, SHARPNESS, MissedLesson, N, lesson
 
 
-def draw_row(found: MissedLesson, name: str, theme: Theme) -> go.Figure:
+def draw_row(result: MissedLesson, name: str, theme: Theme) -> go.Figure:
     """The last row's dense weights; what the pattern leaves out is striped."""
-    title = f"{name}: {percent(found.captured)} captured, output off by {percent(found.error)}"
+    title = f"{name}: {percent(result.captured)} captured, output off by {percent(result.error)}"
     return figures.bars(
-        found.weights.tolist(),
+        result.weights.tolist(),
         theme,
         title,
         axes=("key", "dense weight"),
-        on=found.kept.tolist(),
+        on=result.kept.tolist(),
         on_name="kept",
         height=250,
-        top=max(0.25, float(found.weights.max()) * 1.05),
+        top=max(0.25, float(result.weights.max()) * 1.05),
     )
 
 
@@ -115,5 +115,5 @@ def show(theme: Theme) -> None:
     )
 
 
-def _row_frame(found: MissedLesson) -> pl.DataFrame:
-    return pl.DataFrame({"key": list(range(N)), "weight": found.weights, "kept": found.kept})
+def _row_frame(result: MissedLesson) -> pl.DataFrame:
+    return pl.DataFrame({"key": list(range(N)), "weight": result.weights, "kept": result.kept})

@@ -13,10 +13,10 @@ from headscope.studio.lessons import figures, parts
 from headscope.studio.lessons.maths.online_softmax import KEYS, VALUES, OnlineLesson, lesson, merged
 
 
-def draw_scores(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
+def draw_scores(result: OnlineLesson, tiles_merged: int, theme: Theme) -> go.Figure:
     """Scores as bars: tiles already merged, the tile of this step, tiles to come; the running maximum as a line."""
-    now = found.steps[seen - 1]
-    done = {key for step in found.steps[: seen - 1] for key in step.keys}
+    now = result.steps[tiles_merged - 1]
+    done = {key for step in result.steps[: tiles_merged - 1] for key in step.keys}
     figure = go.Figure()
     for name, mine, colour, stripes in (
         ("merged before", done, theme.mass[3], ""),
@@ -26,7 +26,7 @@ def draw_scores(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         if mine:
             figure.add_bar(
                 x=sorted(mine),
-                y=[found.scores[key] for key in sorted(mine)],
+                y=[result.scores[key] for key in sorted(mine)],
                 name=name,
                 marker={"color": colour, "pattern": figures.stripe(stripes, theme)},
                 hovertemplate="key %{x}: score %{y:.2f}<extra></extra>",
@@ -50,14 +50,14 @@ def draw_scores(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         yanchor="bottom",
         font={"color": theme.ink, "size": 13},
     )
-    for step in found.steps[1:]:
+    for step in result.steps[1:]:
         figure.add_vline(x=step.keys[0] - 0.5, line={"color": theme.faint, "width": 1, "dash": "dot"})
     figure.update_xaxes(range=[-0.6, KEYS - 0.4], dtick=1)
-    figure.update_yaxes(range=[min(-1.3, *found.scores) - 0.2, max(found.scores) * 1.18])
+    figure.update_yaxes(range=[min(-1.3, *result.scores) - 0.2, max(result.scores) * 1.18])
     return figure
 
 
-def draw_output(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
+def draw_output(result: OnlineLesson, tiles_merged: int, theme: Theme) -> go.Figure:
     """The plane of values: where the output stands after each tile, and where the naive average lands."""
     figure = go.Figure()
     x, y = zip(*VALUES, strict=True)
@@ -69,13 +69,13 @@ def draw_output(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         hovertemplate="v of key %{pointNumber}<extra></extra>",
         marker={"size": 8, "color": theme.faint, "symbol": "circle-open"},
     )
-    path = [step.output for step in found.steps[:seen]]
+    path = [step.output for step in result.steps[:tiles_merged]]
     figure.add_scatter(
         x=[point[0] for point in path],
         y=[point[1] for point in path],
         mode="lines+markers+text",
         name="output so far",
-        text=[str(at) for at in range(1, seen + 1)],
+        text=[str(at) for at in range(1, tiles_merged + 1)],
         textposition="top center",
         textfont={"color": theme.ink, "size": 13},
         line={"color": theme.accent, "width": 2},
@@ -83,8 +83,8 @@ def draw_output(found: OnlineLesson, seen: int, theme: Theme) -> go.Figure:
         hovertemplate="after tile %{text}: (%{x:.3f}, %{y:.3f})<extra></extra>",
     )
     for name, point, colour, mark in (
-        ("softmax in one go", found.output, theme.ink, "circle-open"),
-        ("tiles normalised alone, then averaged", found.averaged, theme.missed, "x"),
+        ("softmax in one go", result.output, theme.ink, "circle-open"),
+        ("tiles normalised alone, then averaged", result.averaged, theme.missed, "x"),
     ):
         figure.add_scatter(
             x=[point[0]],
@@ -125,17 +125,17 @@ def show(theme: Theme) -> None:
         )
         tile = int(parts.choice("Keys per tile", ["2", "3", "4", "6"], "online-tile", start="3"))
         boost = parts.amount("Raise the best key's score by", 0.0, 4.0, 0.0, 0.5, "online-boost")
-        found = lesson(tile, boost)
-        count = len(found.steps)
-        seen = min(parts.slider("Tiles merged (step through)", 1, 6, 2, "online-step"), count)
-        _stepper(seen, count)
-    now = found.steps[seen - 1]
+        result = lesson(tile, boost)
+        count = len(result.steps)
+        tiles_merged = min(parts.slider("Tiles merged (step through)", 1, 6, 2, "online-step"), count)
+        _stepper(tiles_merged, count)
+    now = result.steps[tiles_merged - 1]
     with right:
         parts.picture(
-            draw_scores(found, seen, theme),
+            draw_scores(result, tiles_merged, theme),
             "online-scores",
-            f"Tile {seen} of {count}; the highest score so far is {now.m:.2f}.",
-            lambda: pl.DataFrame({"key": list(range(KEYS)), "score": found.scores}),
+            f"Tile {tiles_merged} of {count}; the highest score so far is {now.m:.2f}.",
+            lambda: pl.DataFrame({"key": list(range(KEYS)), "score": result.scores}),
         )
         parts.numbers(
             ("m", f"{now.m:.2f}", "Highest score so far"),
@@ -150,29 +150,29 @@ def show(theme: Theme) -> None:
             ),
         )
         parts.picture(
-            draw_output(found, seen, theme),
+            draw_output(result, tiles_merged, theme),
             "online-output",
-            f"Output after {seen} tiles {now.output}; in one go {found.output}; averaged {found.averaged}.",
-            lambda: _frame(found),
+            f"Output after {tiles_merged} tiles {now.output}; in one go {result.output}; averaged {result.averaged}.",
+            lambda: _frame(result),
         )
-    st.dataframe(_frame(found), hide_index=True, width="content")
-    by_hand = merged(found.steps, count)
+    st.dataframe(_frame(result), hide_index=True, width="content")
+    by_hand = merged(result.steps, count)
     st.caption(
         f"Merging the tiles with eq. 7 and 8 gives ({by_hand[0]:.6f}, {by_hand[1]:.6f}); the engine's attention over "
-        f"all keys at once gives ({found.output[0]:.6f}, {found.output[1]:.6f})."
+        f"all keys at once gives ({result.output[0]:.6f}, {result.output[1]:.6f})."
     )
-    off = torch.dist(torch.tensor(found.averaged), torch.tensor(found.output)).item()
+    off = torch.dist(torch.tensor(result.averaged), torch.tensor(result.output)).item()
     parts.check(
         "online",
         "Each tile could do its own softmax, and one could average the tiles' outputs. Where does that land?",
-        f"At ({found.averaged[0]:.3f}, {found.averaged[1]:.3f}) instead of ({found.output[0]:.3f}, "
-        f"{found.output[1]:.3f}): {off:.2f} away.",
+        f"At ({result.averaged[0]:.3f}, {result.averaged[1]:.3f}) instead of ({result.output[0]:.3f}, "
+        f"{result.output[1]:.3f}): {off:.2f} away.",
         "Normalised alone, every tile counts the same, also those that hold no good key. The sums l say how much each "
         "tile is worth; whoever throws them away cannot get the row back.",
     )
 
 
-def _stepper(seen: int, count: int) -> None:
+def _stepper(tiles_merged: int, count: int) -> None:
     def go_to(step: int) -> None:
         st.session_state["online-step"] = step
 
@@ -180,23 +180,23 @@ def _stepper(seen: int, count: int) -> None:
         st.button(
             "Back",
             icon=":material/skip_previous:",
-            disabled=seen <= 1,
+            disabled=tiles_merged <= 1,
             on_click=go_to,
-            args=(seen - 1,),
+            args=(tiles_merged - 1,),
             key="online-back",
         )
         st.button(
-            f"Next tile ({seen} of {count})",
+            f"Next tile ({tiles_merged} of {count})",
             icon=":material/skip_next:",
-            disabled=seen >= count,
+            disabled=tiles_merged >= count,
             type="primary",
             on_click=go_to,
-            args=(seen + 1,),
+            args=(tiles_merged + 1,),
             key="online-next",
         )
 
 
-def _frame(found: OnlineLesson) -> pl.DataFrame:
+def _frame(result: OnlineLesson) -> pl.DataFrame:
     return pl.DataFrame(
         [
             {
@@ -210,6 +210,6 @@ def _frame(found: OnlineLesson) -> pl.DataFrame:
                 "output": f"({step.output[0]:.3f}, {step.output[1]:.3f})",
                 "tile alone": f"({step.alone[0]:.3f}, {step.alone[1]:.3f})",
             }
-            for at, step in enumerate(found.steps, 1)
+            for at, step in enumerate(result.steps, 1)
         ]
     )

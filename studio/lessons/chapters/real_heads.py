@@ -69,16 +69,16 @@ def draw_evidence(heads: Sequence[KnownHead], theme: Theme) -> go.Figure:
     return figure
 
 
-def draw_map(found: HeadMaps, family: str | None, missed: float, theme: Theme) -> go.Figure:
+def draw_map(maps: HeadMaps, family: str | None, missed: float, theme: Theme) -> go.Figure:
     """The dense map, or the same with what a family leaves out washed in orange."""
     title = "Dense, exact" if family is None else f"{GLYPHS[family]} {family}: misses {percent(missed)}"
     return pooled_map(
-        found.dense,
-        found.row_edges,
-        found.column_edges,
+        maps.dense,
+        maps.row_edges,
+        maps.column_edges,
         title,
         theme,
-        computed=None if family is None else found.computed,
+        computed=None if family is None else maps.computed,
         height=440,
     )
 
@@ -155,14 +155,14 @@ def _pictures(heads: tuple[LiveHead, ...], prompt: str, theme: Theme) -> None:
     pictures: list[tuple[str | None, HeadMaps, float]] = [(None, one.maps[FAMILIES[0]], 0.0)]
     pictures += [(family, one.maps[family], one.trials[family].missed) for family in FAMILIES]
     for pair in (pictures[:2], pictures[2:]):
-        for column, (family, found, missed) in zip(st.columns(2, gap="large"), pair, strict=True):
+        for column, (family, maps, missed) in zip(st.columns(2, gap="large"), pair, strict=True):
             with column:
                 name, what = family or "dense", "all of attention" if family is None else f"{percent(missed)} missed"
                 parts.picture(
-                    draw_map(found, family, missed, theme),
+                    draw_map(maps, family, missed, theme),
                     f"real-{name}",
                     f"{one.known.name}, {name}: {what}.",
-                    partial(_map_frame, found),
+                    partial(_map_frame, maps),
                 )
     st.caption("Orange: not computed. The colour scale is logarithmic, from 0.01 % of a row to all of it.")
     st.dataframe(
@@ -184,8 +184,8 @@ def _pictures(heads: tuple[LiveHead, ...], prompt: str, theme: Theme) -> None:
     )
 
 
-def _map_frame(found: HeadMaps) -> pl.DataFrame:
-    return parts.grid_frame(share_of_row=found.dense.tolist(), computed=found.computed.tolist())
+def _map_frame(maps: HeadMaps) -> pl.DataFrame:
+    return parts.grid_frame(share_of_row=maps.dense.tolist(), computed=maps.computed.tolist())
 
 
 def _evidence(known: HeadsFile) -> pl.DataFrame:

@@ -24,11 +24,11 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     )
 
 
-def draw_cells(found: TileLesson, theme: Theme) -> go.Figure:
+def draw_cells(result: TileLesson, theme: Theme) -> go.Figure:
     """The head with its tiles; thin lines where a block of rows ends."""
-    title = f"{found.requested:,} cells asked for, {found.computed:,} computed"
-    figure = figures.cells(found.classes, names(theme), theme, title, height=500)
-    rows = max(1, found.width // 2)
+    title = f"{result.requested:,} cells asked for, {result.computed:,} computed"
+    figure = figures.cells(result.classes, names(theme), theme, title, height=500)
+    rows = max(1, result.width // 2)
     if rows > 1:
         for edge in range(rows, N, rows):
             figure.add_shape(
@@ -60,23 +60,23 @@ def draw_growth(series: dict[str, list[TileLesson]], theme: Theme) -> go.Figure:
     )
 
 
-def draw_times(found: list[TimedWidth], theme: Theme) -> go.Figure:
+def draw_times(times: list[TimedWidth], theme: Theme) -> go.Figure:
     """Measured time of each width."""
     figure = go.Figure(
         go.Bar(
-            x=[f"{one.width} wide" for one in found],
-            y=[one.ms for one in found],
+            x=[f"{one.width} wide" for one in times],
+            y=[one.ms for one in times],
             marker={"color": theme.accent},
-            text=[milliseconds(one.ms) for one in found],
+            text=[milliseconds(one.ms) for one in times],
             textposition="outside",
             textfont={"color": theme.ink},
-            customdata=[[one.computed, one.windows] for one in found],
+            customdata=[[one.computed, one.windows] for one in times],
             hovertemplate="%{x}: %{y:.2f} ms<br>%{customdata[0]:,} cells<extra></extra>",
         )
     )
     charts.layout(figure, theme, f"One head, {TIMED_N:,} tokens, on this machine", 280)
     figures.plain(figure, theme, ("tile", "time (ms)"))
-    figure.update_yaxes(range=[0, 1.2 * max(one.ms for one in found)])
+    figure.update_yaxes(range=[0, 1.2 * max(one.ms for one in times)])
     return figure
 
 
@@ -106,22 +106,22 @@ def show(theme: Theme) -> None:
                 help="1 is no expansion; kernels use 128 at full size",
             )
         )
-    found = lesson(spread, width)
+    result = lesson(spread, width)
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme),
+            draw_cells(result, theme),
             "tiles-cells",
-            f"{found.requested} cells requested, {found.computed} computed with tiles of width {width}.",
-            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in found.classes.tolist()]),
+            f"{result.requested} cells requested, {result.computed} computed with tiles of width {width}.",
+            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in row] for row in result.classes.tolist()]),
         )
-    block, column, waste, padding = found.areas
+    block, column, waste, padding = result.areas
     parts.numbers(
-        ("requested", f"{found.requested:,}", "The pattern's own cells"),
-        ("computed", f"{found.computed:,}", "With the rest of the tiles"),
-        ("density", percent(found.computed / found.causal), "Computed cells over causal cells"),
-        ("windows per block of rows", str(found.windows), "How many pieces a block of rows loads"),
-        ("captured mass", percent(found.captured), "Mean of all rows: the extra cells are not wasted, they are exact"),
+        ("requested", f"{result.requested:,}", "The pattern's own cells"),
+        ("computed", f"{result.computed:,}", "With the rest of the tiles"),
+        ("density", percent(result.computed / result.causal), "Computed cells over causal cells"),
+        ("windows per block of rows", str(result.windows), "How many pieces a block of rows loads"),
+        ("captured mass", percent(result.captured), "Mean of all rows: the extra cells are not wasted, they are exact"),
         ("in tiles", f"{block:,}", "Causal cells in windows and blocks"),
         ("in columns outside", f"{column:,}", "Causal cells of columns that no window covers"),
         ("causal waste", f"{waste:,}", "Loaded, but ahead of their row: masked"),
@@ -149,22 +149,22 @@ def _times(theme: Theme) -> None:
         "What costs time is the number of pieces to fetch. Measure it:"
     )
     working = measuring.under_way("tiles")
-    found: list[TimedWidth] | None = measuring.results("tiles").get(None)
+    times: list[TimedWidth] | None = measuring.results("tiles").get(None)
     if not working:
         measuring.button("tiles", "Time four tile widths here", "Timing tiles", measure, icon=":material/timer:")
-    if found is None:
+    if times is None:
         st.caption(
             f"One head of {TIMED_N:,} tokens, takes a few seconds. Nothing is measured until you press. "
             f"{measuring.IN_LINE}"
         )
         return
     parts.picture(
-        draw_times(found, theme),
+        draw_times(times, theme),
         "tiles-times",
-        "; ".join(f"width {one.width}: {one.ms:.2f} ms for {one.computed} cells" for one in found),
-        lambda: pl.DataFrame([vars(one) for one in found]),
+        "; ".join(f"width {one.width}: {one.ms:.2f} ms for {one.computed} cells" for one in times),
+        lambda: pl.DataFrame([vars(one) for one in times]),
     )
-    slow, fast = max(found, key=lambda one: one.ms), min(found, key=lambda one: one.ms)
+    slow, fast = max(times, key=lambda one: one.ms), min(times, key=lambda one: one.ms)
     st.markdown(
         f"Width {fast.width} computes {fast.computed / slow.computed:.1f} times the cells of width {slow.width} and "
         f"takes {milliseconds(fast.ms)} instead of {milliseconds(slow.ms)}."

@@ -144,7 +144,7 @@ def _measured() -> None:
         "The same split for attention of one small layer, measured: dense, index and kernel at several lengths."
     )
     working = measuring.under_way("time")
-    found: list[Measured] | None = measuring.results("time").get(None)
+    times: list[Measured] | None = measuring.results("time").get(None)
     if not working:
         lengths = ", ".join(f"{tokens:,}" for tokens in LENGTHS[:-1])
         measuring.button(
@@ -154,7 +154,7 @@ def _measured() -> None:
             measure,
             icon=":material/timer:",
         )
-    if found is None:
+    if times is None:
         st.caption(f"Takes a few seconds. Nothing is measured until you press. {measuring.IN_LINE}")
         return
     st.dataframe(
@@ -170,13 +170,13 @@ def _measured() -> None:
                     "missed mass": percent(one.missed),
                     "kernels": one.impl,
                 }
-                for one in found
+                for one in times
             ]
         ),
         hide_index=True,
         width="content",
     )
-    best = max(found, key=lambda one: one.speedup)
+    best = max(times, key=lambda one: one.speedup)
     st.caption(
         f"Best at {best.tokens:,} tokens: {best.speedup:.2f}×. Below 1× dense wins; the length where it turns is the "
         "crossover, and it belongs to a machine."

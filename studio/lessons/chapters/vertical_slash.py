@@ -30,13 +30,13 @@ def names(theme: Theme) -> tuple[Kind, ...]:
     )
 
 
-def draw_cells(found: VerticalSlashLesson, theme: Theme) -> go.Figure:
+def draw_cells(result: VerticalSlashLesson, theme: Theme) -> go.Figure:
     """The eight rows with buttons around them: below for columns, beside for distances."""
-    title = f"{found.cells} cells are read"
-    figure = figures.cells(found.classes, names(theme), theme, title, row=found.row, height=520, hover=False)
+    title = f"{result.cells} cells are read"
+    figure = figures.cells(result.classes, names(theme), theme, title, row=result.row, height=520, hover=False)
     places = np.argwhere(np.tri(N, dtype=bool))
-    _add_buttons(figure, theme, "columns", list(range(N)), [BELOW] * N, found.columns, "column")
-    _add_buttons(figure, theme, "distances", [BESIDE] * N, list(range(N)), found.distances, "distance")
+    _add_buttons(figure, theme, "columns", list(range(N)), [BELOW] * N, result.columns, "column")
+    _add_buttons(figure, theme, "distances", [BESIDE] * N, list(range(N)), result.distances, "distance")
     hidden = {"marker": {"opacity": 0}}
     figure.add_scatter(
         x=places[:, 1],
@@ -46,7 +46,7 @@ def draw_cells(found: VerticalSlashLesson, theme: Theme) -> go.Figure:
         showlegend=False,
         hoverinfo="text",
         text=[
-            f"row {i}, key {j}: distance {i - j}, {names(theme)[found.classes[i, j]].name}<br>click: look at row {i}"
+            f"row {i}, key {j}: distance {i - j}, {names(theme)[result.classes[i, j]].name}<br>click: look at row {i}"
             for i, j in places
         ],
         marker={"symbol": "square", "size": 30, "opacity": 0},
@@ -111,8 +111,8 @@ def toggle_from_click() -> None:
 
 
 def _toggle(key: str, value: int) -> None:
-    chosen = list(st.session_state.get(key) or [])
-    st.session_state[key] = sorted(set(chosen) ^ {value})
+    lines = list(st.session_state.get(key) or [])
+    st.session_state[key] = sorted(set(lines) ^ {value})
 
 
 def show(theme: Theme) -> None:
@@ -139,19 +139,19 @@ def show(theme: Theme) -> None:
             "vslash-forget",
             "Reads the list of columns and the list of distances one after the other, as a careless kernel would",
         )
-    found = maths.lesson(columns, distances, row)
+    result = maths.lesson(columns, distances, row)
     with right:
         parts.legend(names(theme))
         parts.picture(
-            draw_cells(found, theme),
+            draw_cells(result, theme),
             CHART,
-            f"Columns {found.columns} and distances {found.distances}: {found.cells} cells; row {found.row} reads keys "
-            f"{found.right.keys}.",
-            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in line] for line in found.classes.tolist()]),
+            f"Columns {result.columns} and distances {result.distances}: {result.cells} cells; row {result.row} reads "
+            f"keys {result.right.keys}.",
+            lambda: parts.grid_frame(cell=[[names(theme)[c].name for c in line] for line in result.classes.tolist()]),
             on_select=toggle_from_click,
         )
-    _by_hand(found, forget)
-    _all_three(found, theme)
+    _by_hand(result, forget)
+    _all_three(result, theme)
     _question()
 
 
@@ -170,49 +170,49 @@ def _several(label: str, default: tuple[int, ...], key: str) -> list[int]:
     )
 
 
-def _by_hand(found: VerticalSlashLesson, forget: bool) -> None:
-    shown = found.doubled if forget else found.right
-    st.markdown(f"#### Row {found.row} by hand")
+def _by_hand(result: VerticalSlashLesson, forget: bool) -> None:
+    shown = result.doubled if forget else result.right
+    st.markdown(f"#### Row {result.row} by hand")
     if not shown.keys:
         st.info("This row reads nothing, so its output is 0. Keep a column or a distance that it can reach.")
         return
     listed = ", ".join(map(str, shown.keys))
     reads = f"[{listed}]" if forget else "{" + listed + "}"
     parts.numbers(
-        (f"row {found.row} reads", reads, "Key positions, in the order in which they are listed"),
+        (f"row {result.row} reads", reads, "Key positions, in the order in which they are listed"),
         ("weights", _tuple(shown.weights), "Softmax of the scores over these keys alone"),
         ("output", _tuple(shown.output), "Weights times values"),
         ("denominator Z", f"{shown.denominator:.3f}", "Sum of the exponentials of the scores, eq. 10"),
     )
     st.dataframe(_table(shown), hide_index=True, width="content")
-    if found.cut:
-        gone = ", ".join(f"{found.row} − {distance} = {found.row - distance}" for distance in found.cut)
+    if result.cut:
+        gone = ", ".join(f"{result.row} − {distance} = {result.row - distance}" for distance in result.cut)
         st.caption(
-            f"Cut: {gone}. There is no such position, so row {found.row} reads fewer keys than the budget allows."
+            f"Cut: {gone}. There is no such position, so row {result.row} reads fewer keys than the budget allows."
         )
     if forget:
-        _wrong(found)
-    elif (found.columns, found.distances, found.row) == (COLUMNS, DISTANCES, ROW):
+        _wrong(result)
+    elif (result.columns, result.distances, result.row) == (COLUMNS, DISTANCES, ROW):
         st.caption(
-            f"The article (eq. 9 to 11) gets {_tuple(found.right.rounded_output)}: it rounds the weights to three "
+            f"The article (eq. 9 to 11) gets {_tuple(result.right.rounded_output)}: it rounds the weights to three "
             f"digits before it multiplies. Keys and values {_set(GIVEN)} are the article's, the other positions are "
             "ours."
         )
 
 
-def _wrong(found: VerticalSlashLesson) -> None:
-    if not found.repeated:
+def _wrong(result: VerticalSlashLesson) -> None:
+    if not result.repeated:
         st.info(
-            f"In row {found.row} no column meets a distance, so nothing is read twice and the answer is right by luck."
+            f"In row {result.row} no column meets a distance, so nothing is read twice and the answer is right by luck."
         )
         st.button("Add column 6, which row 6 also reaches by distance 0", on_click=_show_overlap)
         return
-    right, wrong = found.right, found.doubled
-    share = sum(w for w, j in zip(wrong.weights, wrong.keys, strict=True) if j in found.repeated)
-    fair = sum(w for w, j in zip(right.weights, right.keys, strict=True) if j in found.repeated)
+    right, wrong = result.right, result.doubled
+    share = sum(w for w, j in zip(wrong.weights, wrong.keys, strict=True) if j in result.repeated)
+    fair = sum(w for w, j in zip(right.weights, right.keys, strict=True) if j in result.repeated)
     st.error(
-        f"Wrong. Key {', '.join(map(str, found.repeated))} stands in both lists, so its exponential enters Z twice and "
-        f"its value is added twice: its weight is {share:.3f} instead of {fair:.3f}, and the output "
+        f"Wrong. Key {', '.join(map(str, result.repeated))} stands in both lists, so its exponential enters Z twice "
+        f"and its value is added twice: its weight is {share:.3f} instead of {fair:.3f}, and the output "
         f"{_tuple(wrong.output)} instead of {_tuple(right.output)}."
     )
 
@@ -223,8 +223,8 @@ def _show_overlap() -> None:
     st.session_state["vslash-row"] = 6
 
 
-def _all_three(found: VerticalSlashLesson, theme: Theme) -> None:
-    covers = maths.covers(found.columns, found.distances)
+def _all_three(result: VerticalSlashLesson, theme: Theme) -> None:
+    covers = maths.covers(result.columns, result.distances)
     if not covers:
         return
     st.markdown("#### The same cells under all three patterns")
@@ -234,7 +234,7 @@ def _all_three(found: VerticalSlashLesson, theme: Theme) -> None:
     kept = figures.kinds(theme, Kind("asked for", theme.accent, "·"), Kind("extra", theme.wash, "+"))
     parts.legend(kept)
     parts.picture(
-        draw_covers(covers, found.classes, theme),
+        draw_covers(covers, result.classes, theme),
         "vslash-covers",
         "; ".join(f"{one.name} needs {one.needs}: {one.cells} cells, {one.extra} extra" for one in covers),
         lambda: _cover_table(covers),

@@ -105,65 +105,65 @@ def _widest(
 
 def try_layer(inputs: LayerInputs, patterns: dict[str, list[Pattern]] | None = None) -> list[dict[str, Trial]]:
     """Every head of a layer under the three patterns: one dict a head."""
-    chosen = equal_cells(inputs.q, inputs.k, inputs.scale) if patterns is None else patterns
+    compared = equal_cells(inputs.q, inputs.k, inputs.scale) if patterns is None else patterns
     dense = measure.dense_pass(inputs)
-    found: list[dict[str, Trial]] = [{} for _ in range(inputs.query_heads)]
-    for kind, of_heads in chosen.items():
+    trials: list[dict[str, Trial]] = [{} for _ in range(inputs.query_heads)]
+    for kind, of_heads in compared.items():
         for one in measure.measure_patterns(inputs, of_heads, tile=1, dense=dense).heads:
-            found[one.head][kind] = Trial(
+            trials[one.head][kind] = Trial(
                 one.pattern, one.computed_pairs, one.missed_mass_mean, one.missed_mass_worst, one.output_error
             )
-    return found
+    return trials
 
 
 def try_model(loaded: LoadedModel, prompt: str) -> dict[tuple[int, int], dict[str, Trial]]:
     """Every head of a model on one prompt, by (layer, head)."""
-    found: dict[tuple[int, int], dict[str, Trial]] = {}
+    by_head: dict[tuple[int, int], dict[str, Trial]] = {}
 
     def visit(layer: int, inputs: LayerInputs) -> None:
         for head, trials in enumerate(try_layer(inputs)):
-            found[layer, head] = trials
+            by_head[layer, head] = trials
 
     capture.stream(loaded, prompt_ids(loaded, prompt), visit, logits=False)
-    return found
+    return by_head
 
 
-def choose(found: dict[str, dict[tuple[int, int], dict[str, Trial]]]) -> dict[str, tuple[int, int]]:
+def choose(trials: dict[str, dict[tuple[int, int], dict[str, Trial]]]) -> dict[str, tuple[int, int]]:
     """The clearest head of each family over all prompts, and the one that no family serves.
 
     Clear: the family misses at most `GOOD`, and the other two miss the most beyond it (the nearer of the two counts).
     The diffuse one: its best family misses the most.
     """
-    heads = list(next(iter(found.values())))
+    heads = list(next(iter(trials.values())))
 
     def missed(place: tuple[int, int], kind: str) -> float:
-        return sum(of[place][kind].missed for of in found.values()) / len(found)
+        return sum(of[place][kind].missed for of in trials.values()) / len(trials)
 
     def lead(place: tuple[int, int], kind: str) -> float:
         return min(missed(place, other) for other in FAMILIES if other != kind) - missed(place, kind)
 
-    chosen: dict[str, tuple[int, int]] = {}
+    examples: dict[str, tuple[int, int]] = {}
     for kind in FAMILIES:
-        chosen[kind] = heads[0]
+        examples[kind] = heads[0]
         for limit in GOOD:
             clear = [place for place in heads if missed(place, kind) <= limit] or heads
-            chosen[kind] = max(clear, key=partial(lead, kind=kind))
-            if lead(chosen[kind], kind) > 0:
+            examples[kind] = max(clear, key=partial(lead, kind=kind))
+            if lead(examples[kind], kind) > 0:
                 break
-    chosen["dense"] = max(heads, key=lambda place: min(missed(place, kind) for kind in FAMILIES))
-    return chosen
+    examples["dense"] = max(heads, key=lambda place: min(missed(place, kind) for kind in FAMILIES))
+    return examples
 
 
-def document(loaded: LoadedModel, found: dict[str, dict[tuple[int, int], dict[str, Trial]]]) -> dict[str, Any]:
+def document(loaded: LoadedModel, trials: dict[str, dict[tuple[int, int], dict[str, Trial]]]) -> dict[str, Any]:
     """The file that the chapter reads: which heads, and what was measured of them."""
-    chosen = choose(found)
-    first = next(iter(found.values()))
+    examples = choose(trials)
+    first = next(iter(trials.values()))
     return {
         "format": FORMAT,
         "model": loaded.name,
         "fingerprint": loaded.fingerprint,
         "tokens": TOKENS,
-        "prompts": list(found),
+        "prompts": list(trials),
         "heads_measured": len(first),
         "tile": 1,
         "heads": [
@@ -173,10 +173,10 @@ def document(loaded: LoadedModel, found: dict[str, dict[tuple[int, int], dict[st
                 "head": head,
                 "evidence": {
                     prompt: {kind: trial.to_dict() for kind, trial in of[layer, head].items()}
-                    for prompt, of in found.items()
+                    for prompt, of in trials.items()
                 },
             }
-            for role, (layer, head) in chosen.items()
+            for role, (layer, head) in examples.items()
         ],
     }
 
@@ -188,8 +188,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=FILE)
     arguments = parser.parse_args()
     loaded = load_model(arguments.model, device="cpu")
-    found = {prompt: try_model(loaded, prompt) for prompt in PROMPTS}
-    arguments.out.write_text(json.dumps(document(loaded, found), indent=1) + "\n", encoding="utf-8")
+    trials = {prompt: try_model(loaded, prompt) for prompt in PROMPTS}
+    arguments.out.write_text(json.dumps(document(loaded, trials), indent=1) + "\n", encoding="utf-8")
     for entry in json.loads(arguments.out.read_text())["heads"]:
         missed = {k: t["missed"] for k, t in entry["evidence"][PROMPTS[0]].items()}
         print(f"{entry['role']}: layer {entry['layer']} head {entry['head']}, misses on {PROMPTS[0]}: {missed}")

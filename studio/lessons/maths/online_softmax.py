@@ -98,10 +98,10 @@ def lesson(tile: int, boost: float = 0.0) -> OnlineLesson:
     return OnlineLesson(tuple(scores.tolist()), tuple(steps), whole, (averaged[0], averaged[1]))
 
 
-def merged(steps: tuple[Step, ...], seen: int) -> tuple[float, float]:
+def merged(steps: tuple[Step, ...], tiles_merged: int) -> tuple[float, float]:
     """Eq. 7 and 8 carried out: the first `seen` tiles, merged one after the other from their own outputs."""
     total, x, y = 0.0, 0.0, 0.0
-    for step in steps[:seen]:
+    for step in steps[:tiles_merged]:
         total = step.rescale * total + step.added
         x = step.rescale * x + step.added * step.alone[0]
         y = step.rescale * y + step.added * step.alone[1]

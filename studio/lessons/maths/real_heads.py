@@ -107,7 +107,7 @@ def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tu
     `context` is told of every layer and every head, and stops the work at the next of either.
     """
     known = heads_file()
-    found: dict[tuple[int, int], LiveHead] = {}
+    heads: dict[tuple[int, int], LiveHead] = {}
     layers = max(one.layer for one in known.heads) + 1
 
     def step(done: int, what: str) -> None:
@@ -118,7 +118,7 @@ def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tu
         for one in known.heads:
             if one.layer == layer:
                 step(layer, f"Measuring {one.name}")
-                found[layer, one.head] = _again(one, prompt, inputs.head(one.head))
+                heads[layer, one.head] = _again(one, prompt, inputs.head(one.head))
 
     ids = find_heads.prompt_ids(loaded, prompt, known.tokens)
     capture.stream(
@@ -129,7 +129,7 @@ def live(loaded: LoadedModel, prompt: str, context: Context | None = None) -> tu
         logits=False,
         progress=lambda done, _: step(done, f"Reading {prompt}: layer {done} of {layers}"),
     )
-    return tuple(found[one.layer, one.head] for one in known.heads)
+    return tuple(heads[one.layer, one.head] for one in known.heads)
 
 
 def _again(one: KnownHead, prompt: str, inputs: LayerInputs) -> LiveHead:

@@ -97,13 +97,13 @@ def measure(context: Context) -> list[TimedWidth]:
     """Times the sparse attention of one longer head at each of `TIMED_WIDTHS`. On the worker's thread."""
     chance = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 1, TIMED_N, 64, generator=chance) for _ in range(3))
-    found = []
+    rows = []
     for step, width in enumerate(TIMED_WIDTHS):
         context.step(step, len(TIMED_WIDTHS), f"Timing tiles {width} wide")
         index = build_index(q, k, [VerticalSlash(16, 64, local=48)], tile=width)
         sparse_attention(q, k, v, index)
         times = [timed(partial(sparse_attention, q, k, v, index), q.device)[1] for _ in range(3)]
-        found.append(
+        rows.append(
             TimedWidth(
                 width,
                 int(index.requested_pairs()),
@@ -112,4 +112,4 @@ def measure(context: Context) -> list[TimedWidth]:
                 statistics.median(times),
             )
         )
-    return found
+    return rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headscope.engine import AShape, Fixed, build_index, masked_attention, sparse_attention
+from headscope.engine import AShape, Fixed, build_index, masked_attention
 from headscope.engine.patterns.families import Pattern
 from headscope.kernels.cells import reference
 from headscope.studio.lessons.maths import toy
@@ -81,14 +81,14 @@ def head() -> toy.Head:
 def lesson(columns: Sequence[int], distances: Sequence[int], row: int) -> VerticalSlashLesson:
     """The pattern over the eight positions, and what `row` reads."""
     one = head()
-    chosen = [
+    cells = [
         Fixed(columns=tuple(columns), distances=tuple(distances)),
         Fixed(columns=tuple(columns)),
         Fixed(distances=tuple(distances)),
         AShape(0, N),
     ]
-    q, k, _ = one.copies(len(chosen))
-    index = build_index(q, k, chosen, one.scale, tile=1)
+    q, k, _ = one.copies(len(cells))
+    index = build_index(q, k, cells, one.scale, tile=1)
     mask, vertical, slash, causal = index.requested_mask()[0].numpy()
     classes = np.where(causal, 1, 0) + vertical * 1 + slash * 2
     once = tuple(np.flatnonzero(mask[row]).tolist())
@@ -125,16 +125,6 @@ def reading(one: toy.Head, row: int, keys: Sequence[int]) -> Reading:
     return Reading(tuple(keys), tuple(scores.tolist()), tuple(weights.tolist()), float(lse.exp()), (x, y))
 
 
-def kernel_output(columns: Sequence[int], distances: Sequence[int], row: int) -> tuple[float, float]:
-    """The same row from the sparse attention that models run, not from the reference."""
-    one = head()
-    pattern = Fixed(columns=tuple(columns), distances=tuple(distances))
-    index = build_index(one.q, one.k, [pattern], one.scale, tile=1)
-    out, _ = sparse_attention(one.q, one.k, one.v, index)
-    x, y = out[0, 0, row].tolist()
-    return x, y
-
-
 def covers(columns: Sequence[int], distances: Sequence[int]) -> list[Cover]:
     """The least that each pattern needs to hold the chosen cells."""
     target_pattern = Fixed(columns=tuple(columns), distances=tuple(distances))
@@ -144,7 +134,7 @@ def covers(columns: Sequence[int], distances: Sequence[int]) -> list[Cover]:
         return []
     shapes = [AShape(sink, window) for sink in range(N + 1) for window in range(1, N + 1)]
     a_shape, mask = _least(shapes, target)
-    found = [
+    covering = [
         Cover(
             "a-shape",
             f"sink {a_shape.sink}, window {a_shape.window}",
@@ -156,10 +146,10 @@ def covers(columns: Sequence[int], distances: Sequence[int]) -> list[Cover]:
     ]
     touched = {(int(i) // 2, int(j) // 2) for i, j in np.argwhere(target)}
     mask = _masks([Fixed(blocks=tuple(touched), block_size=2)])[0]
-    found.append(
+    covering.append(
         Cover("block-sparse", f"{len(touched)} blocks of 2 × 2", int(mask.sum()), int((mask & ~target).sum()), mask)
     )
-    return found
+    return covering
 
 
 def column_cells(n: int, columns: tuple[int, ...]) -> int:
