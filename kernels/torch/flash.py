@@ -1,0 +1,356 @@
+"""Attention of float32 heads on the CPU as few large rectangles, each through torch's own flash kernel.
+
+The cells of a head fall into three kinds, by 64 query rows: a diagonal square, keys before it that all 64 rows read,
+and keys that only some of them read. A kernel call costs less per cell the more rows share its keys, so from the
+largest height of `HEIGHTS` down, a block of that many rows takes the keys that all its rows read (gathered once, no
+mask but for the end of the list) and its whole causal square where all of it is read; what is left goes to the next
+height. Every cell is taken once, because what is taken is struck from the flags of what is left. Keys that only some
+rows of 64 read (the far edges of bands) run as `gathered` items with exact masks. The parts are merged by their LSE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from headscope.kernels.cells import membership
+from headscope.kernels.cells.layout import Layout
+from headscope.kernels.torch import gathered
+from headscope.kernels.torch.gathered import ROWS, Scratch
+
+HEIGHTS = (256, 64)
+"""Rows of an item, from the top; each divides the one before, and 64 ends them. Torch's kernel works on 64 query rows
+at a time from 192 rows on, on 32 below, and is then 1.3 to 1.8 times as dear per cell."""
+
+_KEYS = 2**14
+"""Gathered keys of one batch of items: 4 MiB of keys and as much of values at 64 dimensions."""
+
+_FEW_KEYS = 64
+"""Keys that a short item may be padded by to share a batch, and an eighth of the longest one's."""
+
+
+def serves(q: torch.Tensor) -> bool:
+    """Whether torch's CPU kernel takes these queries; half types are widened first, float64 keeps its own path."""
+    return q.device.type == "cpu" and q.dtype != torch.float64
+
+
+def whole_rows(layout: Layout) -> torch.Tensor:
+    """bool [N]: heads whose windows and blocks hold all cells of 64 rows and a key, or none; bands may cut them."""
+    odd_windows = (layout.window_count > 0) & (layout.rows % ROWS != 0)
+    return ~odd_windows & torch.tensor([size % ROWS == 0 for size in layout.block_size])
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    table: membership.Tables,
+    heads: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attention of `heads` [h] of the N = B * H of a layout, written into `out` [B, H, S, D] and `lse` [B, H, S]."""
+    scratch = Scratch(q.device)
+    for sequence, start in enumerate(layout.starts):
+        own = heads[heads // layout.heads == sequence]
+        first = max(0, layout.first_row[sequence])
+        if len(own) and first < layout.length(sequence):
+            local = own - sequence * layout.heads
+            padding = max(0, -layout.first_row[sequence])
+            rows = q[sequence, local, padding:].detach().float()
+            keys, values = (x[sequence, :, start:].detach().float() for x in (k, v))
+            part = _Sequence(rows, keys, values, layout, table, own, first, scale, scratch)
+            part.run()
+            out[sequence, local, padding:] = part.out.to(out.dtype)
+            lse[sequence, local, padding:] = part.lse
+
+
+class _Sequence:
+    """The real rows and keys of one sequence, float32, in blocks of the largest height that fits.
+
+    q [h, S, D] of the heads `heads` [h] (numbers in 0 .. N-1), whose row 0 has own position `first`; k, v [Hkv, n, D].
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: Layout,
+        table: membership.Tables,
+        heads: torch.Tensor,
+        first: int,
+        scale: float,
+        scratch: Scratch,
+    ) -> None:
+        self._layout, self._table, self._heads, self._scale, self._scratch = layout, table, heads, scale, scratch
+        self._length, self._first, self._rows = k.shape[1], first, q.shape[1]
+        self._heights = tuple(height for height in HEIGHTS if height == ROWS or height <= q.shape[1])
+        tallest = self._heights[0]
+        self._top = first // tallest * tallest
+        end = -(-self._length // tallest) * tallest
+        self._kv_head = (heads % layout.heads) // (layout.heads // k.shape[0])
+        self._keys, self._values = _padded(k, 0, end), _padded(v, 0, end)
+        self._queries = _padded(q, first - self._top, end - self._top)
+        self._acc = torch.zeros_like(self._queries)
+        self._acc_lse = torch.full(self._queries.shape[:2], -torch.inf)
+
+    @property
+    def out(self) -> torch.Tensor:
+        """float32 [h, S, D]."""
+        return self._acc[:, self._first - self._top :][:, : self._rows]
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """float32 [h, S]."""
+        return self._acc_lse[:, self._first - self._top :][:, : self._rows]
+
+    def run(self) -> None:
+        """Fills `out` and `lse`, some row blocks of all heads at a time, so that flags stay bounded."""
+        tallest, end = self._heights[0], self._keys.shape[1]
+        step = max(1, gathered.FLAGS // (len(self._heads) * end * tallest // ROWS)) * tallest
+        flags = _Flags(self._layout, self._table, self._heads, self._length, end)
+        for top in range(self._top, end, step):
+            blocks = torch.arange(top // ROWS, min(top + step, end) // ROWS)
+            real = (blocks * ROWS + ROWS > self._first) & (blocks * ROWS < self._length)
+            whole, diagonal = flags.whole(blocks)
+            whole &= real[:, None]
+            diagonal &= real
+            partial = flags.partial(blocks, whole, diagonal)
+            for height in self._heights:
+                self._take(height, top, whole, diagonal)
+            if partial is not None:
+                self._partial(blocks, partial & real[:, None])
+
+    def _take(self, height: int, top: int, whole: torch.Tensor, diagonal: torch.Tensor) -> None:
+        """Runs what blocks of `height` rows from own position `top` share, and strikes it from the flags.
+
+        whole bool [h, 64-row blocks, keys], diagonal bool [h, 64-row blocks]: what no taller block took.
+        """
+        count = height // ROWS
+        by_block = whole.unflatten(1, (-1, count))
+        shared = by_block[:, :, 0].clone() if count > 1 else whole
+        for row in range(1, count):
+            shared &= by_block[:, :, row]
+        tops = top + torch.arange(shared.shape[1]) * height
+        if count > 1:
+            shared &= torch.arange(shared.shape[2]) < tops[:, None]
+            by_block &= ~shared[:, :, None]
+        squares = diagonal.unflatten(1, (-1, count)).all(2)
+        if count > 1:
+            squares &= self._square(by_block, top, height)
+            inside = by_block.unflatten(3, (-1, height))[:, :, :, top // height :].diagonal(dim1=1, dim2=3)
+            inside &= ~squares[:, None, None]
+            diagonal &= ~squares.repeat_interleave(count, 1)
+        self._squares(height, top, squares)
+        self._gathered(height, top, shared)
+
+    def _square(self, by_block: torch.Tensor, top: int, height: int) -> torch.Tensor:
+        """bool [h, blocks]: every 64 rows of the block read all keys between its top and their own diagonal."""
+        inside = by_block.unflatten(3, (-1, height))[:, :, :, top // height :].diagonal(dim1=1, dim2=3)
+        before = torch.arange(height) < torch.arange(0, height, ROWS)[:, None]
+        return (inside | ~before[:, :, None]).flatten(1, 2).all(1)
+
+    def _squares(self, height: int, top: int, squares: torch.Tensor) -> None:
+        """Causal squares [h, blocks] of `height` rows, `top` being the first block's own position."""
+        head, block = squares.nonzero(as_tuple=True)
+        if not len(head):
+            return
+        at = block + (top - self._top) // height
+        kv_head, key = self._kv_head[head], block + top // height
+        for part in torch.arange(len(head)).split(max(1, _KEYS // height)):
+            queries = self._take_blocks("queries", self._queries, height, head[part], at[part])
+            keys = self._take_blocks("keys", self._keys, height, kv_head[part], key[part])
+            values = self._take_blocks("values", self._values, height, kv_head[part], key[part])
+            self._merge(height, head[part], at[part], *_flash(queries, keys, values, self._scale, True, None))
+
+    def _gathered(self, height: int, top: int, shared: torch.Tensor) -> None:
+        """Blocks of `height` rows with the keys that they share: bool [h, blocks, keys]."""
+        sizes = shared.sum(-1, dtype=torch.int32)
+        head, block = (sizes > 0).nonzero(as_tuple=True)
+        if not len(head):
+            return
+        size = sizes[head, block]
+        order = size.argsort(descending=True)
+        head, block, size = head[order], block[order], size[order]
+        at = block + (top - self._top) // height
+        length, dim = self._keys.shape[1:]
+        keys, values = self._keys.view(-1, dim), self._values.view(-1, dim)
+        for start, stop in _alike(size.tolist(), _KEYS):
+            part = slice(start, stop)
+            most = int(size[start])
+            flags = shared.flatten(0, 1).index_select(0, head[part] * shared.shape[1] + block[part])
+            listed, missing = _listed(flags, size[part], most)
+            listed += self._kv_head[head[part], None] * length
+            near, far = (self._scratch.rows(name, x, listed) for name, x in (("keys", keys), ("values", values)))
+            mask = torch.zeros(missing.shape).masked_fill_(missing, -torch.inf) if int(size[stop - 1]) < most else None
+            queries = self._take_blocks("queries", self._queries, height, head[part], at[part])
+            self._merge(height, head[part], at[part], *_flash(queries, near, far, self._scale, False, mask))
+
+    def _partial(self, blocks: torch.Tensor, partial: torch.Tensor) -> None:
+        """Keys that only some of 64 rows read, with exact masks: bool [h, 64-row blocks, keys]."""
+        flags = partial[:, :, : self._length].flatten(0, 1)
+        local = torch.arange(len(self._heads)).repeat_interleave(len(blocks))
+        work = gathered.Items(self._heads[local], blocks.repeat(len(self._heads)), flags, flags.sum(-1))
+        place = torch.zeros(self._layout.batch * self._layout.heads, dtype=torch.long)
+        place[self._heads] = torch.arange(len(self._heads))
+        length, dim = self._keys.shape[1:]
+        keys, values = self._keys.view(-1, dim), self._values.view(-1, dim)
+        for items in gathered.batches(work, torch.ones(len(place), dtype=torch.bool)):
+            head, block = place[items.head], items.block - self._top // ROWS
+            own = items.block[:, None] * ROWS + torch.arange(ROWS)
+            listed, allowed = gathered.allowed(self._layout, self._table, items, own, True)
+            listed += self._kv_head[head, None] * length
+            queries = self._take_blocks("queries", self._queries, ROWS, head, block).mul_(self._scale)
+            self._merge(ROWS, head, block, *gathered.softmax(queries, keys, values, listed, allowed, self._scratch))
+
+    def _merge(
+        self, height: int, head: torch.Tensor, block: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Adds the softmax of more cells, out [m, height, D] and lse [m, height], to that of blocks of rows."""
+        at = head * (self._acc.shape[1] // height) + block
+        total, total_lse = self._acc.view(-1, height * self._acc.shape[2]), self._acc_lse.view(-1, height)
+        before = total_lse.index_select(0, at)
+        both = torch.logaddexp(before, lse)
+        finite = both.clamp(min=torch.finfo(torch.float32).min)
+        merged = self._take_blocks("merged", self._acc, height, head, block).mul_((before - finite).exp_()[..., None])
+        merged.addcmul_(out, (lse - finite).exp_()[..., None])
+        total.index_copy_(0, at, merged.flatten(1))
+        total_lse.index_copy_(0, at, both)
+
+    def _take_blocks(
+        self, name: str, x: torch.Tensor, height: int, head: torch.Tensor, block: torch.Tensor
+    ) -> torch.Tensor:
+        """[m, height, D] blocks of rows of x [h, n, D], in the scratch buffer `name`."""
+        blocks = x.view(-1, height * x.shape[2])
+        at = head * (x.shape[1] // height) + block
+        return self._scratch.rows(name, blocks, at).unflatten(1, (height, -1))
+
+
+class _Flags:
+    """Which keys 64 rows read, all or some of them, for heads of one sequence of `length` keys; keys padded to `end`.
+
+    What windows and bands hold depends on the distance x from a block's top to a key alone, so it is kept as lines
+    [h, end + 1] over x; place 0 of a line stands for the block's diagonal square. Windows shared by more than 64 rows
+    have one line for each place of the block among those rows.
+    """
+
+    def __init__(self, layout: Layout, table: membership.Tables, heads: torch.Tensor, length: int, end: int) -> None:
+        self._layout, self._heads, self._length, self._end = layout, heads, length, end
+        self._column = torch.nn.functional.pad(table.column[heads, :length], (0, end - length))
+        self._with_blocks = [at for at, head in enumerate(heads.tolist()) if layout.block_slot[head] >= 0]
+        # The rows at distance x of a block's top read the key at distances x to x + 63; beyond n there are no cells.
+        band = table.band[heads, :length]
+        some, every = (
+            torch.nn.functional.pad(band, (0, end + ROWS - length), value=beyond).cumsum(1, dtype=torch.int32)
+            for beyond in (False, True)
+        )
+        some, every = (torch.nn.functional.pad(count, (1, 0)) for count in (some, every))
+        self._band_some = (some[:, ROWS:] > some[:, :-ROWS]) if bool(band.any()) else None
+        band_whole = every[:, ROWS:] - every[:, :-ROWS] == ROWS
+        self._lines = [band_whole]
+        if layout.rows % ROWS == 0 and layout.windows.shape[1]:
+            window = torch.nn.functional.pad(table.window[heads], (0, end - length + 1))
+            self._lines = []
+            for zero in range(layout.rows - 1, 0, -ROWS):
+                line = window[:, zero : zero + end + 1] | band_whole
+                line[:, 0] = window[:, zero - ROWS + 1 : zero + 1].all(1) | band_whole[:, 0]
+                self._lines.append(line)
+
+    def whole(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool [h, r, end] and [h, r] of consecutive 64-row blocks [r]: keys before a block that all its rows read, and
+        whether its diagonal square is read whole."""
+        before = torch.arange(self._end) < blocks[:, None] * ROWS
+        keys = self._column[:, None] & before
+        diagonal = torch.empty(keys.shape[:2], dtype=torch.bool)
+        phases = len(self._lines)
+        for phase, line in enumerate(self._lines):
+            first = (phase - int(blocks[0])) % phases
+            keys[:, first::phases] |= self._by_block(line, blocks[first::phases])
+            diagonal[:, first::phases] = line[:, :1]
+        for at in self._with_blocks:
+            first, stop = int(blocks[0]), int(blocks[-1]) + 1
+            need = gathered.block_need(self._layout, int(self._heads[at]), first, min(stop, -(-self._length // ROWS)))
+            need = torch.nn.functional.pad(need[:, : self._length], (0, self._end - self._length))
+            keys[at, : len(need)] |= need & before[: len(need)]
+            diagonal[at, : len(need)] |= need[torch.arange(len(need)), blocks[: len(need)] * ROWS]
+        return keys, diagonal
+
+    def partial(self, blocks: torch.Tensor, whole: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor | None:
+        """bool [h, r, end]: keys that some rows of a block read but not in `whole` or a whole `diagonal`; None without
+        any. May hold keys that no row reads."""
+        if self._band_some is None and bool(diagonal.all()):
+            return None
+        if self._band_some is None:
+            keys = torch.zeros_like(whole)
+        else:
+            keys = self._by_block(self._band_some, blocks) & ~whole
+        squares = keys.unflatten(2, (-1, ROWS))[:, :, int(blocks[0]) :].diagonal(dim1=1, dim2=2)
+        squares |= ~diagonal[:, None]
+        return keys
+
+    def _by_block(self, line: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """bool [h, r, end]: a line's flags at x = top - key, for blocks [r] in equal steps, False where x < 1.
+
+        Reversed, a line becomes a table of all blocks by strides, the last block first.
+        """
+        if not len(blocks):
+            return line.new_zeros(len(line), 0, self._end)
+        last = int(blocks[-1]) * ROWS
+        step = (last - int(blocks[0]) * ROWS) // max(1, len(blocks) - 1)
+        size = step * (len(blocks) - 1) + self._end
+        backward = torch.nn.functional.pad(line[:, 1 : last + 1].flip(1), (0, max(0, size - last)))
+        view = backward.as_strided((len(line), len(blocks), self._end), (backward.shape[1], step, 1))
+        return view.flip(1)
+
+
+def _padded(x: torch.Tensor, before: int, end: int) -> torch.Tensor:
+    """x [h, n, D] from place `before` of zeros [h, end, D]; itself where it fills them and lies in one piece."""
+    if before == 0 and x.shape[1] == end:
+        return x.contiguous()
+    return torch.nn.functional.pad(x, (0, 0, before, end - before - x.shape[1]))
+
+
+def _alike(sizes: list[int], keys: int) -> Iterator[tuple[int, int]]:
+    """Spans of `sizes`, which descend, that share a batch: of similar size, at most about `keys` together."""
+    start = 0
+    while start < len(sizes):
+        least = sizes[start] - max(_FEW_KEYS, sizes[start] // 8)
+        most = max(1, keys // sizes[start])
+        stop = start + 1
+        while stop < len(sizes) and stop - start < most and sizes[stop] >= least:
+            stop += 1
+        yield start, stop
+        start = stop
+
+
+def _listed(flags: torch.Tensor, size: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [m, most] ascending places of the flags [m, n] that are set, 0 beyond their number `size` [m], and which
+    entries lie beyond."""
+    missing = torch.arange(most) >= size[:, None]
+    places = torch.zeros(missing.shape, dtype=torch.long)
+    places.masked_scatter_(~missing, flags.nonzero()[:, 1])
+    return places, missing
+
+
+def _flash(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the keys and its LSE of items [m, rows, D] and keys [m, n, D]; `mask` float32 [m, n] is added to
+    all rows.
+
+    A mask that all rows share costs next to nothing; one entry of each list at least must be finite.
+    """
+    every_row = None if mask is None else mask[:, None, None].expand(-1, 1, queries.shape[1], -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries[:, None], keys[:, None], values[:, None], 0.0, causal, attn_mask=every_row, scale=scale
+    )
+    return out[:, 0], lse[:, 0]
