@@ -10,14 +10,12 @@ rows of 64 read (the far edges of bands) run as `gathered` items with exact mask
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from headscope.kernels.cells import membership
 from headscope.kernels.cells.layout import Layout
 from headscope.kernels.torch import gathered
-from headscope.kernels.torch.gathered import ROWS, Scratch
+from headscope.kernels.torch.gathered import ROWS, KeyLists, Scratch
 
 HEIGHTS = (256, 64)
 """Rows of an item, from the top; each divides the one before, and 64 ends them. Torch's kernel works on 64 query rows
@@ -58,7 +56,7 @@ def attend(
         own = heads[heads // layout.heads == sequence]
         first = max(0, layout.first_row[sequence])
         if len(own) and first < layout.length(sequence):
-            local = own - sequence * layout.heads
+            local = own - sequence * layout.heads if len(own) < layout.heads else slice(None)
             padding = max(0, -layout.first_row[sequence])
             rows = q[sequence, local, padding:].detach().float()
             keys, values = (x[sequence, :, start:].detach().float() for x in (k, v))
@@ -112,18 +110,15 @@ class _Sequence:
         """Fills `out` and `lse`, some row blocks of all heads at a time, so that flags stay bounded."""
         tallest, end = self._heights[0], self._keys.shape[1]
         step = max(1, gathered.FLAGS // (len(self._heads) * end * tallest // ROWS)) * tallest
-        flags = _Flags(self._layout, self._table, self._heads, self._length, end)
+        flags = _Flags(self._layout, self._table, self._heads, self._first, self._length, end)
         for top in range(self._top, end, step):
-            blocks = torch.arange(top // ROWS, min(top + step, end) // ROWS)
-            real = (blocks * ROWS + ROWS > self._first) & (blocks * ROWS < self._length)
+            blocks = range(top // ROWS, min(top + step, end) // ROWS)
             whole, diagonal = flags.whole(blocks)
-            whole &= real[:, None]
-            diagonal &= real
             partial = flags.partial(blocks, whole, diagonal)
             for height in self._heights:
                 self._take(height, top, whole, diagonal)
             if partial is not None:
-                self._partial(blocks, partial & real[:, None])
+                self._partial(blocks, partial)
 
     def _take(self, height: int, top: int, whole: torch.Tensor, diagonal: torch.Tensor) -> None:
         """Runs what blocks of `height` rows from own position `top` share, and strikes it from the flags.
@@ -169,32 +164,29 @@ class _Sequence:
 
     def _gathered(self, height: int, top: int, shared: torch.Tensor) -> None:
         """Blocks of `height` rows with the keys that they share: bool [h, blocks, keys]."""
-        sizes = shared.sum(-1, dtype=torch.int32)
-        head, block = (sizes > 0).nonzero(as_tuple=True)
-        if not len(head):
-            return
-        size = sizes[head, block]
-        order = size.argsort(descending=True)
-        head, block, size = head[order], block[order], size[order]
-        at = block + (top - self._top) // height
-        length, dim = self._keys.shape[1:]
+        lists = KeyLists(shared.flatten(0, 1))
+        order = lists.size.argsort(descending=True)
+        sizes = lists.size[order].tolist()
+        sizes = sizes[: sizes.index(0)] if sizes and sizes[-1] == 0 else sizes
+        count, length, dim = shared.shape[1], *self._keys.shape[1:]
         keys, values = self._keys.view(-1, dim), self._values.view(-1, dim)
-        for start, stop in _alike(size.tolist(), _KEYS):
-            part = slice(start, stop)
-            most = int(size[start])
-            flags = shared.flatten(0, 1).index_select(0, head[part] * shared.shape[1] + block[part])
-            listed, missing = _listed(flags, size[part], most)
-            listed += self._kv_head[head[part], None] * length
+        for start, stop in gathered.alike(sizes, _KEYS, lambda most: most - max(_FEW_KEYS, most // 8)):
+            which = order[start:stop]
+            head, at = which // count, which % count + (top - self._top) // height
+            listed, real = lists.take(which)
+            listed += self._kv_head[head, None] * length
             near, far = (self._scratch.rows(name, x, listed) for name, x in (("keys", keys), ("values", values)))
-            mask = torch.zeros(missing.shape).masked_fill_(missing, -torch.inf) if int(size[stop - 1]) < most else None
-            queries = self._take_blocks("queries", self._queries, height, head[part], at[part])
-            self._merge(height, head[part], at[part], *_flash(queries, near, far, self._scale, False, mask))
+            padded = sizes[stop - 1] < sizes[start]
+            mask = torch.zeros(real.shape).masked_fill_(~real, -torch.inf) if padded else None
+            queries = self._take_blocks("queries", self._queries, height, head, at)
+            self._merge(height, head, at, *_flash(queries, near, far, self._scale, False, mask))
 
-    def _partial(self, blocks: torch.Tensor, partial: torch.Tensor) -> None:
+    def _partial(self, blocks: range, partial: torch.Tensor) -> None:
         """Keys that only some of 64 rows read, with exact masks: bool [h, 64-row blocks, keys]."""
         flags = partial[:, :, : self._length].flatten(0, 1)
         local = torch.arange(len(self._heads)).repeat_interleave(len(blocks))
-        work = gathered.Items(self._heads[local], blocks.repeat(len(self._heads)), flags, flags.sum(-1))
+        which = torch.arange(len(flags))
+        work = gathered.Items(self._heads[local], torch.tensor(blocks).repeat(len(self._heads)), which, KeyLists(flags))
         place = torch.zeros(self._layout.batch * self._layout.heads, dtype=torch.long)
         place[self._heads] = torch.arange(len(self._heads))
         length, dim = self._keys.shape[1:]
@@ -231,15 +223,20 @@ class _Sequence:
 
 
 class _Flags:
-    """Which keys 64 rows read, all or some of them, for heads of one sequence of `length` keys; keys padded to `end`.
+    """Which keys 64 rows read, all or some of them, for the rows from `first` on of one sequence of `length` keys;
+    keys are padded to `end`.
 
     What windows and bands hold depends on the distance x from a block's top to a key alone, so it is kept as lines
-    [h, end + 1] over x; place 0 of a line stands for the block's diagonal square. Windows shared by more than 64 rows
+    [h, end + 1] over x, backward, as keys run; x = 0 stands for the block's diagonal square. Windows shared by more than
+    64 rows
     have one line for each place of the block among those rows.
     """
 
-    def __init__(self, layout: Layout, table: membership.Tables, heads: torch.Tensor, length: int, end: int) -> None:
-        self._layout, self._heads, self._length, self._end = layout, heads, length, end
+    def __init__(
+        self, layout: Layout, table: membership.Tables, heads: torch.Tensor, first: int, length: int, end: int
+    ) -> None:
+        self._layout, self._heads, self._end = layout, heads, end
+        self.real = range(first // ROWS, -(-length // ROWS))
         self._column = torch.nn.functional.pad(table.column[heads, :length], (0, end - length))
         self._with_blocks = [at for at, head in enumerate(heads.tolist()) if layout.block_slot[head] >= 0]
         # The rows at distance x of a block's top read the key at distances x to x + 63; beyond n there are no cells.
@@ -249,62 +246,55 @@ class _Flags:
             for beyond in (False, True)
         )
         some, every = (torch.nn.functional.pad(count, (1, 0)) for count in (some, every))
-        self._band_some = (some[:, ROWS:] > some[:, :-ROWS]) if bool(band.any()) else None
+        self._band_some = (some[:, ROWS:] > some[:, :-ROWS]).flip(1) if bool(band.any()) else None
         band_whole = every[:, ROWS:] - every[:, :-ROWS] == ROWS
-        self._lines = [band_whole]
+        lines = [band_whole]
         if layout.rows % ROWS == 0 and layout.windows.shape[1]:
             window = torch.nn.functional.pad(table.window[heads], (0, end - length + 1))
-            self._lines = []
+            lines = []
             for zero in range(layout.rows - 1, 0, -ROWS):
                 line = window[:, zero : zero + end + 1] | band_whole
                 line[:, 0] = window[:, zero - ROWS + 1 : zero + 1].all(1) | band_whole[:, 0]
-                self._lines.append(line)
+                lines.append(line)
+        self._lines = [line.flip(1) for line in lines]
 
-    def whole(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """bool [h, r, end] and [h, r] of consecutive 64-row blocks [r]: keys before a block that all its rows read, and
-        whether its diagonal square is read whole."""
-        before = torch.arange(self._end) < blocks[:, None] * ROWS
-        keys = self._column[:, None] & before
-        diagonal = torch.empty(keys.shape[:2], dtype=torch.bool)
-        phases = len(self._lines)
-        for phase, line in enumerate(self._lines):
-            first = (phase - int(blocks[0])) % phases
-            keys[:, first::phases] |= self._by_block(line, blocks[first::phases])
-            diagonal[:, first::phases] = line[:, :1]
-        for at in self._with_blocks:
-            first, stop = int(blocks[0]), int(blocks[-1]) + 1
-            need = gathered.block_need(self._layout, int(self._heads[at]), first, min(stop, -(-self._length // ROWS)))
-            need = torch.nn.functional.pad(need[:, : self._length], (0, self._end - self._length))
-            keys[at, : len(need)] |= need & before[: len(need)]
-            diagonal[at, : len(need)] |= need[torch.arange(len(need)), blocks[: len(need)] * ROWS]
+    def whole(self, blocks: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool [h, r, end] and [h, r] of 64-row blocks [r]: keys before a block that all its rows read, and whether its
+        diagonal square is read whole. Blocks outside `real` have none."""
+        keys = torch.zeros(len(self._heads), len(blocks), self._end, dtype=torch.bool)
+        diagonal = torch.zeros(keys.shape[:2], dtype=torch.bool)
+        for at, block in enumerate(blocks):
+            if block in self.real:
+                line = self._lines[block % len(self._lines)]
+                torch.logical_or(
+                    self._column[:, : block * ROWS], self._before(line, block), out=keys[:, at, : block * ROWS]
+                )
+                diagonal[:, at] = line[:, -1]
+        for head in self._with_blocks:
+            low, high = max(blocks.start, self.real.start), min(blocks.stop, self.real.stop)
+            need = gathered.block_need(self._layout, int(self._heads[head]), low, high)
+            for block in range(low, high):
+                keys[head, block - blocks.start, : block * ROWS] |= need[block - low, : block * ROWS]
+                diagonal[head, block - blocks.start] |= need[block - low, block * ROWS]
         return keys, diagonal
 
-    def partial(self, blocks: torch.Tensor, whole: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor | None:
+    def partial(self, blocks: range, whole: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor | None:
         """bool [h, r, end]: keys that some rows of a block read but not in `whole` or a whole `diagonal`; None without
         any. May hold keys that no row reads."""
-        if self._band_some is None and bool(diagonal.all()):
+        real = [at for at, block in enumerate(blocks) if block in self.real]
+        if self._band_some is None and bool(diagonal[:, real].all()):
             return None
-        if self._band_some is None:
-            keys = torch.zeros_like(whole)
-        else:
-            keys = self._by_block(self._band_some, blocks) & ~whole
-        squares = keys.unflatten(2, (-1, ROWS))[:, :, int(blocks[0]) :].diagonal(dim1=1, dim2=2)
-        squares |= ~diagonal[:, None]
+        keys = torch.zeros_like(whole)
+        for at in real:
+            top = blocks[at] * ROWS
+            if self._band_some is not None:
+                torch.gt(self._before(self._band_some, blocks[at]), whole[:, at, :top], out=keys[:, at, :top])
+            keys[:, at, top : top + ROWS] = ~diagonal[:, at, None]
         return keys
 
-    def _by_block(self, line: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """bool [h, r, end]: a line's flags at x = top - key, for blocks [r] in equal steps, False where x < 1.
-
-        Reversed, a line becomes a table of all blocks by strides, the last block first.
-        """
-        if not len(blocks):
-            return line.new_zeros(len(line), 0, self._end)
-        last = int(blocks[-1]) * ROWS
-        step = (last - int(blocks[0]) * ROWS) // max(1, len(blocks) - 1)
-        size = step * (len(blocks) - 1) + self._end
-        backward = torch.nn.functional.pad(line[:, 1 : last + 1].flip(1), (0, max(0, size - last)))
-        view = backward.as_strided((len(line), len(blocks), self._end), (backward.shape[1], step, 1))
-        return view.flip(1)
+    def _before(self, line: torch.Tensor, block: int) -> torch.Tensor:
+        """bool [h, keys before the block]: a backward line's flags at distances top .. 1 of its top."""
+        return line[:, self._end - block * ROWS : self._end]
 
 
 def _padded(x: torch.Tensor, before: int, end: int) -> torch.Tensor:
@@ -312,28 +302,6 @@ def _padded(x: torch.Tensor, before: int, end: int) -> torch.Tensor:
     if before == 0 and x.shape[1] == end:
         return x.contiguous()
     return torch.nn.functional.pad(x, (0, 0, before, end - before - x.shape[1]))
-
-
-def _alike(sizes: list[int], keys: int) -> Iterator[tuple[int, int]]:
-    """Spans of `sizes`, which descend, that share a batch: of similar size, at most about `keys` together."""
-    start = 0
-    while start < len(sizes):
-        least = sizes[start] - max(_FEW_KEYS, sizes[start] // 8)
-        most = max(1, keys // sizes[start])
-        stop = start + 1
-        while stop < len(sizes) and stop - start < most and sizes[stop] >= least:
-            stop += 1
-        yield start, stop
-        start = stop
-
-
-def _listed(flags: torch.Tensor, size: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [m, most] ascending places of the flags [m, n] that are set, 0 beyond their number `size` [m], and which
-    entries lie beyond."""
-    missing = torch.arange(most) >= size[:, None]
-    places = torch.zeros(missing.shape, dtype=torch.long)
-    places.masked_scatter_(~missing, flags.nonzero()[:, 1])
-    return places, missing
 
 
 def _flash(

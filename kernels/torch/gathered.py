@@ -8,6 +8,7 @@ product. No masked dense product is ever formed, and scratch memory is bounded, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ from headscope.kernels.cells.layout import Layout
 ROWS = 64
 """Query rows of one item."""
 
-FLAGS = 2**25
-"""Key flags of one chunk of row blocks: 32 MiB."""
+FLAGS = 2**23
+"""Key flags of one chunk of row blocks: 8 MiB, and their lists at most 16 times as much."""
 
 _SCORES = 2**20
 """Score elements of one batch of items: 4 MiB in float32, small enough to stay near the cores."""
@@ -54,14 +55,35 @@ class Scratch:
         return torch.index_select(x, 0, which.reshape(-1), out=buffer).view(*which.shape, x.shape[1])
 
 
+class KeyLists:
+    """The set places of many rows of flags [m, n], as lists: `size` int64 [m] says how many each row has."""
+
+    def __init__(self, flags: torch.Tensor) -> None:
+        which, self._places = flags.nonzero().unbind(1)
+        self.size = torch.bincount(which, minlength=len(flags))
+        self._offset = self.size.cumsum(0) - self.size
+
+    def take(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [m, most] ascending places of the rows `which` [m], 0 beyond a row's own, and which entries are real.
+
+        The first of `which` must have no fewer places than the others.
+        """
+        size = self.size[which]
+        along = torch.arange(int(size[0]), device=size.device)
+        real = along < size[:, None]
+        at = torch.where(real, self._offset[which][:, None] + along, 0)
+        places = self._places.index_select(0, at.view(-1)).view(at.shape)
+        return places.mul_(real), real
+
+
 @dataclass(frozen=True)
 class Items:
-    """Items and their keys: head [m] in 0..N-1, block [m]; need bool [m, T] in own positions; size [m]."""
+    """Items and their keys: head [m] in 0..N-1, block [m], and the row [m] of each in `lists`, in own positions."""
 
     head: torch.Tensor
     block: torch.Tensor
-    need: torch.Tensor
-    size: torch.Tensor
+    which: torch.Tensor
+    lists: KeyLists
 
 
 def attend(
@@ -123,12 +145,11 @@ def _items(layout: Layout, table: membership.Tables, heads: torch.Tensor, first:
     need &= place <= newest[..., None]
     first_row = torch.tensor(layout.first_row, device=device)[sequence][:, None]
     need &= ((top[None, :] + ROWS > first_row) & (top[None, :] <= last_row))[..., None]
-    need = need.flatten(0, 1)
     return Items(
         head=heads.repeat_interleave(len(blocks)),
         block=blocks.repeat(len(heads)),
-        need=need,
-        size=need.sum(-1),
+        which=torch.arange(len(heads) * len(blocks), device=device),
+        lists=KeyLists(need.flatten(0, 1)),
     )
 
 
@@ -147,20 +168,24 @@ def block_need(layout: Layout, head: int, first: int, stop: int) -> torch.Tensor
 
 def batches(work: Items, of_heads: torch.Tensor) -> list[Items]:
     """Items of the given heads in batches of similar size, largest first, bounded in scratch memory."""
-    kept = (of_heads[work.head] & (work.size > 0)).nonzero()[:, 0]
-    kept = kept[work.size[kept].argsort(descending=True)]
-    sizes = work.size[kept].tolist()
-    batches, at = [], 0
-    while at < len(sizes):
-        most = max(1, _SCORES // (ROWS * sizes[at]))
-        stop = at + 1
-        least = min(sizes[at] * 3 // 4, sizes[at] - _PADDING)
-        while stop < len(sizes) and stop - at < most and sizes[stop] >= least:
+    size = work.lists.size[work.which]
+    kept = (of_heads[work.head] & (size > 0)).nonzero()[:, 0]
+    kept = kept[size[kept].argsort(descending=True)]
+    spans = alike(size[kept].tolist(), _SCORES // ROWS, lambda largest: min(largest * 3 // 4, largest - _PADDING))
+    picks = [kept[start:stop] for start, stop in spans]
+    return [Items(work.head[pick], work.block[pick], work.which[pick], work.lists) for pick in picks]
+
+
+def alike(sizes: list[int], keys: int, least: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """Spans of `sizes`, which descend, that share a batch: of `least(largest)` or more, about `keys` together."""
+    start = 0
+    while start < len(sizes):
+        smallest, most = least(sizes[start]), max(1, keys // sizes[start])
+        stop = start + 1
+        while stop < len(sizes) and stop - start < most and sizes[stop] >= smallest:
             stop += 1
-        pick = kept[at:stop]
-        batches.append(Items(work.head[pick], work.block[pick], work.need[pick], work.size[pick]))
-        at = stop
-    return batches
+        yield start, stop
+        start = stop
 
 
 def _run(
@@ -224,21 +249,11 @@ def allowed(
 
     Only `masked` items look their cells up; in the others every row reads every key before it.
     """
-    keys, real = _key_lists(items)
+    keys, real = items.lists.take(items.which)
     cells = real[:, None, :] & (keys[:, None, :] <= own[..., None])
     if masked:
         cells &= _cells(layout, table, items, own, keys)
     return keys, cells
-
-
-def _key_lists(items: Items) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [m, most] ascending own key positions of each item, 0 beyond its size, and which entries are real."""
-    most = int(items.size.max())
-    which, position = items.need.nonzero(as_tuple=True)
-    keys = torch.zeros(len(items.size), most, dtype=torch.long, device=items.need.device)
-    offset = items.size.cumsum(0) - items.size
-    keys[which, torch.arange(len(which), device=keys.device) - offset[which]] = position
-    return keys, torch.arange(most, device=keys.device)[None, :] < items.size[:, None]
 
 
 def _cells(
