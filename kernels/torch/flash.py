@@ -160,7 +160,14 @@ class _Sequence:
             queries = self._take_blocks("queries", self._queries, height, head[part], at[part])
             keys = self._take_blocks("keys", self._keys, height, kv_head[part], key[part])
             values = self._take_blocks("values", self._values, height, kv_head[part], key[part])
-            self._merge(height, head[part], at[part], *_flash(queries, keys, values, self._scale, True, None))
+            result, lse = _flash(queries, keys, values, self._scale, True, None)
+            if height == self._heights[0]:
+                # The first cells of these rows: nothing to merge with.
+                where = head[part] * (self._acc.shape[1] // height) + at[part]
+                self._acc.view(-1, height * self._acc.shape[2]).index_copy_(0, where, result.flatten(1))
+                self._acc_lse.view(-1, height).index_copy_(0, where, lse)
+            else:
+                self._merge(height, head[part], at[part], result, lse)
 
     def _gathered(self, height: int, top: int, shared: torch.Tensor) -> None:
         """Blocks of `height` rows with the keys that they share: bool [h, blocks, keys]."""
@@ -227,9 +234,8 @@ class _Flags:
     keys are padded to `end`.
 
     What windows and bands hold depends on the distance x from a block's top to a key alone, so it is kept as lines
-    [h, end + 1] over x, backward, as keys run; x = 0 stands for the block's diagonal square. Windows shared by more than
-    64 rows
-    have one line for each place of the block among those rows.
+    [h, end + 1] over x, backward, as keys run; x = 0 stands for the block's diagonal square. Where more than 64
+    rows share a window, each place of a block among those rows has a line.
     """
 
     def __init__(
