@@ -37,9 +37,7 @@ def dense(
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence, rows being its last positions: q [Hq, S, D], k/v [Hkv, n, D]."""
-    whole = q.shape[1] == k.shape[1] and q.device.type == "cpu" and q.dtype != torch.float64
-    # torch's kernel gives output 0 and LSE 0, finite and wrong, to a row whose every score is -inf or loses a NaN.
-    if not whole or not _bounded(q, k):
+    if q.shape[1] != k.shape[1] or not flash.serves(q, k):
         return _dense_rows(q, k, v, scale)
     if q.dtype == torch.float32:
         return _dense_flash(q, k, v, scale)
@@ -51,14 +49,6 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
         heads, keys = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
         out[heads], lse[heads] = _dense_flash(q[heads].float(), k[keys].float(), v[keys].float(), scale)
     return out, lse
-
-
-def _bounded(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether no score can be beyond float32; False for NaN and infinities."""
-    bounds = [float(bound) for x in (q, k) for bound in torch.aminmax(x)]
-    if not all(map(math.isfinite, bounds)):
-        return False
-    return max(map(abs, bounds[:2])) * max(map(abs, bounds[2:])) * q.shape[-1] < 1e30
 
 
 def _dense_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +97,7 @@ def attend(
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
     whole = _whole(layout, table)
     _attend_whole(q, k, v, layout, whole, scale, out, lse)
-    by_flash = ~whole & flash.whole_rows(layout) if flash.serves(q) else torch.zeros_like(whole)
+    by_flash = ~whole & flash.whole_rows(layout) if flash.serves(q, k) else torch.zeros_like(whole)
     for path, chosen in ((flash.attend, by_flash), (gathered.attend, ~whole & ~by_flash)):
         heads = chosen.nonzero()[:, 0]
         if len(heads):

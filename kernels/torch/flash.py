@@ -10,6 +10,8 @@ rows of 64 read (the far edges of bands) run as `gathered` items with exact mask
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from headscope.kernels.cells import membership
@@ -28,9 +30,18 @@ _FEW_KEYS = 64
 """Keys that a short item may be padded by to share a batch, and an eighth of the longest one's."""
 
 
-def serves(q: torch.Tensor) -> bool:
-    """Whether torch's CPU kernel takes these queries; half types are widened first, float64 keeps its own path."""
-    return q.device.type == "cpu" and q.dtype != torch.float64
+def serves(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether torch's CPU kernel is right for these inputs; half types are widened first, float64 keeps its own path.
+
+    It gives output 0 and LSE 0, finite and wrong, to a row whose every score is -inf or loses a NaN, so scores must be
+    bounded: no infinity, no NaN, no product beyond float32.
+    """
+    if q.device.type != "cpu" or q.dtype == torch.float64:
+        return False
+    bounds = [float(bound) for x in (q, k) for bound in torch.aminmax(x)]
+    if not all(map(math.isfinite, bounds)):
+        return False
+    return max(map(abs, bounds[:2])) * max(map(abs, bounds[2:])) * q.shape[-1] < 1e30
 
 
 def whole_rows(layout: Layout) -> torch.Tensor:
