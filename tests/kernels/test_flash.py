@@ -169,9 +169,12 @@ def test_a_cell_costs_one_cell(monkeypatch):
 
 
 def test_who_is_served():
-    assert flash.serves(torch.zeros(1))
-    assert flash.serves(torch.zeros(1, dtype=torch.bfloat16))
-    assert not flash.serves(torch.zeros(1, dtype=torch.float64))
+    zeros = torch.zeros(1, 1, 2, 4)
+    assert flash.serves(zeros, zeros)
+    assert flash.serves(zeros.bfloat16(), zeros.bfloat16())
+    assert not flash.serves(zeros.double(), zeros.double())
+    for bad in (torch.nan, torch.inf, 1e30):
+        assert not flash.serves(zeros + bad, zeros + 1)
     q, k, _ = _inputs(random.Random(0), 200, 200, 4)
     patterns = [VerticalSlash(9, 20), BlockSparse(2, 64), BlockSparse(2, 16), AShape(2, 30)] * (q.shape[1] // 4)
     assert flash.whole_rows(build_index(q, k, patterns).computed).tolist()[:4] == [True, True, False, True]
