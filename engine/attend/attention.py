@@ -2,6 +2,11 @@
 
 The LSE is the natural logarithm of the row's sum of exponentials, float32 (float64 from the reference). Two of
 them give the exact mass that a sparse row misses: see `headscope.engine.loss.mass`.
+
+No input is read for NaN and infinities beforehand, which would cost a pass over it in every layer of a prefill.
+Instead nothing finite is wrong: a row that reads such a query or key has an output and LSE that are not finite, one
+that reads such a value an output that is not, and the rest is exact (or, beside such a value, not finite either).
+Measuring refuses all of it. Scores beyond 1e30, which float32 hardly holds, make a row NaN, infinite or empty.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ def sparse_attention(
     """Softmax attention over the computed cells of `index`: out [B, Hq, S, D] in q's dtype, LSE [B, Hq, S].
 
     A row with no cell gives output 0 and LSE -inf. `ValueError` where shapes, devices or the named `impl` do
-    not fit the index.
+    not fit the index. NaN and infinities as the module says.
     """
     return attend_sparse(LayerInputs(q, k, v, index.scale), index, impl)
 
@@ -47,7 +52,10 @@ def dense_attention(
     starts: Starts = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal softmax attention over every real key: out [B, Hq, S, D] in q's dtype, LSE [B, Hq, S]."""
+    """Causal softmax attention over every real key: out [B, Hq, S, D] in q's dtype, LSE [B, Hq, S].
+
+    NaN and infinities as the module says.
+    """
     return attend_dense(LayerInputs(q, k, v, scale, starts), impl)
 
 

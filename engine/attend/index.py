@@ -77,6 +77,10 @@ def build_index(
     last S positions, and what is sampled is sampled among them. `starts` [B] is each sequence's first real
     position (left padding). `tile` None is the rule `tiles/1`, 1 means no expansion, and other even widths are
     for teaching. `ValueError` names the argument that does not fit.
+
+    Values are not read for NaN and infinities, which would cost a pass over q and k in every layer of a prefill: what
+    scores a NaN ranks last, so cells are chosen without it. `measure_heads` refuses such q and k, and a model's answer
+    ends at logits that are not finite.
     """
     return index_layer(ScoreInputs(q, k, scale, starts), patterns, tile, estimator, impl)
 

@@ -16,6 +16,7 @@ import torch
 
 from headscope.engine.attend.attention import attend_dense
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.finite import check_values
 from headscope.engine.attend.index import index_layer
 from headscope.engine.attend.inputs import LayerInputs, ScoreInputs
 from headscope.engine.base.progress import Cancel
@@ -184,7 +185,10 @@ def _fill(score: torch.Tensor, cells: torch.Tensor, forced: int, target: torch.T
 def captured_rows(
     inputs: ScoreInputs, lse: torch.Tensor, columns: torch.Tensor, distances: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [C, H, n]: exact captured mass of every row under C choices of lines [C, H, n], a few rows at a time."""
+    """float32 [C, H, n]: exact captured mass of every row under C choices of lines [C, H, n], a few rows at a time.
+
+    ModelError where it is not finite.
+    """
     q, k, scale = inputs.q, inputs.k, inputs.scale
     heads, length, group = inputs.query_heads, inputs.length, inputs.group
     result = torch.zeros(columns.shape[0], heads, length, device=q.device)
@@ -204,6 +208,7 @@ def captured_rows(
                 both = distances[at, head][gap.clamp(min=0)] & (gap >= 0)
                 total[:, at] -= (weight[:, list_] * both).sum(1)
             result[:, head, own] = total.T
+    check_values("the captured mass", result)
     return result.clamp(0.0, 1.0)
 
 

@@ -116,11 +116,16 @@ def gate(
     inputs: LayerInputs,
     layout: Layout | None,
 ) -> float:
-    """Relative error of sampled rows of the first and last head against float64; `HeadscopeError` beyond the bound."""
+    """Relative error of sampled rows of the first and last head against float64.
+
+    `HeadscopeError` beyond the bound, and where any row of any head is not finite.
+    """
     q, length = inputs.q, inputs.length
     rows = torch.tensor(sorted({0, length // 3, length // 2, max(0, length - 65), length - 1}), device=q.device)
     columns = torch.arange(length, device=q.device)
     table = membership.tables(layout) if layout is not None else None
+    if not bool(torch.isfinite(result[0]).all()):
+        raise HeadscopeError(f"{name} at {length} tokens gives values that are not finite, so it is not timed")
     worst = 0.0
     for head in {0, inputs.query_heads - 1}:
         mask = columns[None, :] <= rows[:, None]

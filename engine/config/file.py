@@ -162,7 +162,7 @@ class HeadConfig:
     def sparse_layers(self) -> tuple[int, ...]:
         """Layers in which some head has a pattern other than dense, ascending."""
         return tuple(
-            layer for layer, entries in enumerate(self.heads) if any(entry.pattern.kind != "dense" for entry in entries)
+            layer for layer, entries in enumerate(self.heads) if any(not entry.pattern.is_dense for entry in entries)
         )
 
     @classmethod

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headscope.engine.attend.finite import check_values
 from headscope.engine.attend.index import Index
 from headscope.engine.attend.inputs import ScoreInputs
 from headscope.kernels import backends
@@ -33,7 +34,10 @@ def missed_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Tens
     """`1 - exp(lse_sparse - lse_dense)` in [0, 1], of any shape. Rows with nothing to read (padding) miss 0.
 
     Exact for every row at any length: the sparse sum of exponentials over the dense one is the captured mass.
+    ModelError for a NaN or +inf in either LSE: what is missed there is not known, and the bounds would say 0 or 1.
     """
+    check_values("lse_sparse", lse_sparse, empty=True)
+    check_values("lse_dense", lse_dense, empty=True)
     missed = -torch.expm1(lse_sparse - lse_dense)
     return torch.where(torch.isneginf(lse_dense), 0.0, missed).clamp(0.0, 1.0) + 0.0  # never -0
 
@@ -46,12 +50,14 @@ def captured_mass(lse_sparse: torch.Tensor, lse_dense: torch.Tensor) -> torch.Te
 def losses(missed: torch.Tensor, first_row: tuple[int, ...]) -> list[Loss]:
     """One `Loss` per head over all real rows of a batch. missed [B, Hq, S]; `first_row` [B] as in a layout.
 
-    Rows of negative position are padding and left out. The thirds are taken per sequence.
+    Rows of negative position are padding and left out. The thirds are taken per sequence. ModelError where a row of
+    `missed` is not finite.
     """
     parts = [missed[b, :, max(0, -first) :] for b, first in enumerate(first_row)]
     rows = torch.cat(parts, 1).float()
     if not rows.shape[1]:
         raise ValueError("missed must hold at least one real row")
+    check_values("missed", rows)
     position = torch.cat(
         [torch.arange(max(0, first), max(0, first) + p.shape[1]) for p, first in zip(parts, first_row, strict=True)]
     )
@@ -91,13 +97,16 @@ def pooled_map(
 
     `lse_dense` [B, Hq, S]. `rows` and `cols` are half-open spans of own positions (everything by default) cut into
     `shape` tiles; tile `a` of `p` starts at `first + (stop - first) * a // p`. Memory does not grow with the number
-    of cells.
+    of cells. ModelError where `lse_dense` or a tile is not finite.
     """
+    check_values("lse_dense", lse_dense, empty=True)
     rows, cols = _span("rows", rows, inputs.length), _span("cols", cols, inputs.length)
     shape = (min(shape[0], rows[1] - rows[0]), min(shape[1], cols[1] - cols[0]))
     layout = index.computed if index is not None else None
     backend = backends.choose(impl, inputs.q, layout)
-    return backend.pooled(inputs.q, inputs.k, lse_dense, inputs.scale, inputs.starts, rows, cols, shape, layout)
+    tiles = backend.pooled(inputs.q, inputs.k, lse_dense, inputs.scale, inputs.starts, rows, cols, shape, layout)
+    check_values("the map of probability", tiles)
+    return tiles
 
 
 def coverage_map(
@@ -117,9 +126,13 @@ def coverage_map(
 
 def profiles(inputs: ScoreInputs, lse_dense: torch.Tensor, impl: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """Exact probability per column and per distance, over all rows: two [B, Hq, T] in float32, from the reference
-    in float64. `lse_dense` [B, Hq, S]."""
+    in float64. `lse_dense` [B, Hq, S]. ModelError where it, or a sum, is not finite."""
+    check_values("lse_dense", lse_dense, empty=True)
     backend = backends.choose(impl, inputs.q)
-    return backend.sums(inputs.q, inputs.k, lse_dense, inputs.scale, inputs.starts)
+    columns, distances = backend.sums(inputs.q, inputs.k, lse_dense, inputs.scale, inputs.starts)
+    check_values("the profile of columns", columns)
+    check_values("the profile of distances", distances)
+    return columns, distances
 
 
 def _span(name: str, span: tuple[int, int] | None, length: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 
 from headscope.engine.attend.attention import attend_dense, attend_sparse
 from headscope.engine.attend.estimator import Estimator
+from headscope.engine.attend.finite import check_attention, check_layer, check_values
 from headscope.engine.attend.index import Index, index_layer
 from headscope.engine.attend.inputs import LayerInputs, Starts
+from headscope.engine.base.errors import ModelError
 from headscope.engine.base.timing import timed
 from headscope.engine.loss import mass
 from headscope.engine.patterns.families import Pattern
@@ -23,7 +26,7 @@ class HeadMeasurement:
     """One head under one pattern. Masses and densities are shares in 0..1; errors are relative L2 and cosine.
 
     `areas` is (block, column, causal waste, padding) in cells. `time_share_ms` is an estimate: the layer's
-    index and kernel time, split by computed pairs.
+    index and kernel time, split by computed pairs. ModelError names layer and head where a figure is not finite.
     """
 
     layer: int
@@ -42,6 +45,24 @@ class HeadMeasurement:
     computed_pairs: int
     areas: tuple[int, int, int, int]
     time_share_ms: float
+
+    def __post_init__(self) -> None:
+        figures = (
+            self.missed_mass_mean,
+            self.missed_mass_worst,
+            self.missed_mass_p99,
+            *self.missed_mass_thirds,
+            self.output_error,
+            self.output_cosine,
+            self.requested_density,
+            self.computed_density,
+            self.time_share_ms,
+        )
+        if not all(math.isfinite(figure) for figure in figures):
+            raise ModelError(
+                f"the measurements of layer {self.layer} head {self.head} are not finite: measure again in bfloat16 "
+                "or float32"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the pattern as its own object."""
@@ -83,9 +104,15 @@ class DensePass:
     ms: float
 
 
-def dense_pass(inputs: LayerInputs, impl: str = "auto") -> DensePass:
-    """Dense attention with its time: what `measure_patterns` compares with."""
+def dense_pass(inputs: LayerInputs, impl: str = "auto", layer: int | None = None) -> DensePass:
+    """Dense attention with its time: what `measure_patterns` compares with.
+
+    ModelError, naming the layer where it is given, if q, k, v or what comes of them is not finite; neither check is
+    part of the time.
+    """
+    check_layer(layer, inputs)
     (out, lse), ms = timed(lambda: attend_dense(inputs, impl), inputs.device)
+    check_attention(layer, inputs, out, lse)
     return DensePass(out, lse, ms)
 
 
@@ -105,7 +132,9 @@ def measure_heads(
 ) -> LayerMeasurement:
     """Build the index, run the sparse attention, and compare every head with the dense pass.
 
-    Shapes as in `build_index`; `dense` reuses an earlier `dense_pass` over the same q, k, v.
+    Shapes as in `build_index`; `dense` reuses an earlier `dense_pass` over the same q, k, v. ModelError names the
+    layer where q, k, v or what comes of them is not finite, and a dtype to try; NaN and infinities in the padding
+    are read by nothing.
     """
     inputs = LayerInputs(q, k, v, scale, starts)
     return measure_patterns(inputs, patterns, layer=layer, estimator=estimator, tile=tile, impl=impl, dense=dense)
@@ -122,9 +151,10 @@ def measure_patterns(
     dense: DensePass | None = None,
 ) -> LayerMeasurement:
     """`measure_heads` over checked inputs."""
-    base = dense if dense is not None else dense_pass(inputs, impl)
+    base = dense if dense is not None else dense_pass(inputs, impl, layer)
     index, index_ms = timed(lambda: index_layer(inputs, patterns, tile, estimator, impl), inputs.device)
     (out, lse), kernel_ms = timed(lambda: attend_sparse(inputs, index, impl), inputs.device)
+    check_attention(layer, inputs, out, lse, empty=True)
     missed = mass.missed_mass(lse, base.lse)
     return LayerMeasurement(
         layer=layer,
@@ -140,7 +170,12 @@ def measure_patterns(
 
 
 def output_errors(out: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Relative L2 error and cosine of whole head outputs, float64 [Hq] each, over batch, rows and channels."""
+    """Relative L2 error and cosine of whole head outputs, float64 [Hq] each, over batch, rows and channels.
+
+    ModelError where `out` or `dense` is not finite.
+    """
+    check_values("out", out)
+    check_values("dense", dense)
     a, b = (x.double().transpose(0, 1).flatten(1) for x in (out, dense))
     tiny = torch.finfo(torch.float64).tiny
     error = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=tiny)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headscope.engine.attend.finite import check_values
 from headscope.engine.attend.index import Index
 from headscope.engine.attend.inputs import ScoreInputs
 from headscope.kernels.cells import membership
@@ -52,7 +53,10 @@ class LossSplit:
 
 
 def loss_split(inputs: ScoreInputs, lse_dense: torch.Tensor, index: Index, head: int, sequence: int = 0) -> LossSplit:
-    """The four steps for one query head. `lse_dense` [B, Hq, S]; `index` is built on the same inputs."""
+    """The four steps for one query head. `lse_dense` [B, Hq, S]; `index` is built on the same inputs.
+
+    ModelError where the head's LSEs or probabilities are not finite: every comparison below would lose a NaN.
+    """
     q, k = inputs.q, inputs.k
     layout, start = index.computed, index.starts[sequence]
     length = layout.length(sequence)
@@ -61,7 +65,10 @@ def loss_split(inputs: ScoreInputs, lse_dense: torch.Tensor, index: Index, head:
     local = rows - layout.first_row[sequence]
     key_head = head // inputs.group
     queries, keys = q[sequence, head, local][None], k[sequence, key_head, start:][None]
-    weight = probabilities(queries, keys, lse_dense[sequence, head, local][None], rows, index.scale)[0]
+    lse = lse_dense[sequence, head, local]
+    check_values(f"lse_dense of head {head}", lse)
+    weight = probabilities(queries, keys, lse[None], rows, index.scale)[0]
+    check_values(f"the probabilities of head {head}", weight)
     number = sequence * layout.heads + head
     requested = _cells(index, number, rows, length, requested=True)
     computed = _cells(index, number, rows, length, requested=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from headscope.engine.config.file import HeadConfig
 from headscope.engine.config.sets import ConfigSet
 from headscope.engine.config.warnings import LengthWarnings
 from headscope.engine.model import rows as row_maths
+from headscope.engine.model.choice import ConfigChoice, Group
 from headscope.engine.model.hook import Call, Hook
 from headscope.engine.model.modules import tensor_parallel_rank
 from headscope.engine.model.rows import Rows
@@ -20,6 +23,7 @@ from headscope.engine.model.rows import Rows
 if TYPE_CHECKING:
     from headscope.engine.config.host import HostProfile
     from headscope.engine.model.load import LoadedModel
+    from headscope.engine.patterns.families import Pattern
 
 
 PREFILL_FROM = 64
@@ -27,7 +31,10 @@ PREFILL_FROM = 64
 
 
 class SparsePrefill:
-    """Handler: sparse prefill under a head config, dense decode, dense below the host's measured length."""
+    """Handler: sparse prefill under a head config, dense decode, dense below the host's measured length.
+
+    A batch whose sequences run under several configs, some of them dense, is served in parts.
+    """
 
     def __init__(
         self,
@@ -36,15 +43,14 @@ class SparsePrefill:
         name: str | None = None,
         lengths: LengthWarnings | None = None,
         prefill_from: int = PREFILL_FROM,
+        prompt_tokens: int | None = None,
     ) -> None:
         self._prefill_from = prefill_from
-        self._config = config
-        self._host = host
-        self._name = name
+        self._choice = ConfigChoice(config, host, name, prompt_tokens)
         self._lengths = lengths
 
     def __call__(self, call: Call) -> torch.Tensor | None:
-        batch, heads, q_len, _ = call.q.shape
+        q_len = call.q.shape[2]
         if call.left or q_len == 1:
             return None
         rows = call.rows
@@ -52,24 +58,44 @@ class SparsePrefill:
             return None  # a continuation, such as the guesses of speculative decoding
         guesses = call.guesses if call.guesses < q_len else 0
         prompt_len = rows.kv_len - guesses
-        config = self._pick(prompt_len - min(rows.starts))
-        if config is None or (self._host and prompt_len < self._host.dense_below_tokens(batch)):
+        groups = self._choice.groups(rows, prompt_len, rows.kv_len - q_len)
+        patterns = [_patterns(call, group.config) for group in groups]
+        if not any(patterns):
             return _dense(call, rows)
-        patterns = config.patterns(call.layer)
-        offset = row_maths.head_offset(heads, len(patterns), tensor_parallel_rank(call.module))
-        mine = patterns[offset : offset + heads]
-        if all(pattern.is_dense for pattern in mine):
-            return _dense(call, rows)
+        if len(groups) == 1:
+            return self._sparse(call, rows, groups[0], patterns[0], guesses)
+        out = torch.empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=call.q.dtype, device=call.q.device)
+        for group, mine in zip(groups, patterns, strict=True):
+            own = list(group.sequences)
+            part = replace(call, q=call.q[own], k=call.k[own], v=call.v[own])
+            own_rows = Rows(tuple(rows.starts[sequence] for sequence in own), rows.kv_len)
+            if mine:
+                out[own] = self._sparse(part, own_rows, group, mine, guesses)
+            else:
+                out[own] = _dense_rows(part, own_rows, q_len)
+        return out
+
+    def _sparse(self, call: Call, rows: Rows, group: Group, mine: Sequence[Pattern], guesses: int) -> torch.Tensor:
+        """Sparse attention of a call whose sequences all run under the group's config; the guesses are dense."""
+        assert group.config is not None
         if self._lengths is not None:
-            # In a chunked prefill these are the lengths so far.
-            self._lengths.check(config, {prompt_len - start for start in rows.starts})
-        q, k, v = call.q[:, :, : q_len - guesses], call.k[:, :, :prompt_len], call.wide_v[:, :, :prompt_len]
-        index = build_index(q, k, mine, scale=call.scale, starts=rows.starts, estimator=config.estimator)
+            self._lengths.check(group.config, set(group.lengths))
+        prompt_len = rows.kv_len - guesses
+        q = call.q[:, :, : call.q.shape[2] - guesses]
+        k, v = call.k[:, :, :prompt_len], call.wide_v[:, :, :prompt_len]
+        index = build_index(q, k, mine, scale=call.scale, starts=rows.starts, estimator=group.config.estimator)
         out = sparse_attention(q, k, v, index)[0][..., : call.v.shape[-1]]
         return torch.cat((out, _dense_rows(call, rows, guesses)), dim=2) if guesses else out
 
-    def _pick(self, length: int) -> HeadConfig | None:
-        return self._config.pick(length, self._name) if isinstance(self._config, ConfigSet) else self._config
+
+def _patterns(call: Call, config: HeadConfig | None) -> Sequence[Pattern]:
+    """The patterns of this rank's heads; none where all of them are dense."""
+    if config is None:
+        return ()
+    patterns, heads = config.patterns(call.layer), call.q.shape[1]
+    offset = row_maths.head_offset(heads, len(patterns), tensor_parallel_rank(call.module))
+    mine = patterns[offset : offset + heads]
+    return () if all(pattern.is_dense for pattern in mine) else mine
 
 
 def _dense(call: Call, rows: Rows) -> torch.Tensor | None:
@@ -116,16 +142,24 @@ def apply(
     name: str | None = None,
     force_weights: bool = False,
     prefill_from: int = PREFILL_FROM,
+    prompt_tokens: int | None = None,
 ) -> Applied:
     """Runs `model` with sparse prefill under `config` and dense decode, until the result is removed.
 
-    `model` is a LoadedModel or transformers' own. A config set picks by the length at hand, or by `name`. Prompts
-    shorter than `host` says run dense. The first sparse prompt that is shorter than those on which the config was
+    `model` is a LoadedModel or transformers' own. A config set picks by each sequence's length without its padding, and
+    by `name`; sequences shorter than `host` says for this batch size run dense. A batch may mix both, and each of its
+    sequences gets what it would get alone. The first sparse prompt that is shorter than those on which the config was
     calibrated gives a CalibrationWarning, and so does the first longer one.
 
     A pass on an empty cache, or without one, is a prefill, and so is one of `prefill_from` new tokens or more on a
     cache, such as a new turn. Fewer continue a generation and run dense: decoding, and the guesses that speculative
     decoding verifies. (Its first pass holds the prompt and guesses: those run dense too.)
+
+    In a prefill in chunks every call decides by the length so far, unless `prompt_tokens` says how long the whole
+    prompt is (with padding, of the longest); the first call that changes the config of a sequence gives a ChunkWarning.
+    Each chunk builds an index of its own: online patterns choose cells by the chunk's own rows, tri-shape has last rows
+    in each, and a `Fraction` is a share of the keys so far, so that early chunks keep less than one pass would. Only
+    A-shape and fixed patterns with counts for budgets give what one pass gives.
 
     Raises ConfigMismatch with every reason when the config does not fit (weights alone can be forced), and ModelError
     when the model cannot be served or already is. Sparse layers have neither gradients nor attention weights; asking
@@ -137,7 +171,7 @@ def apply(
     if prefill_from < 2:
         raise OptionError(f"prefill_from must be at least 2 new tokens, got {prefill_from}")
     bare = getattr(model, "model", model) if hasattr(model, "facts") else model
-    handler = SparsePrefill(config, host, name, LengthWarnings(), prefill_from)
+    handler = SparsePrefill(config, host, name, LengthWarnings(), prefill_from, prompt_tokens)
     hook = Hook(bare, handler, prefill_only=True).install()
     try:
         _check_any_served(config, hook.fixed_reasons)

@@ -348,11 +348,13 @@ def _register(base: str) -> str:
         scaling: float | None = None,
         **extras: Any,
     ) -> tuple[torch.Tensor, Any]:
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        call = Call(module, query, key, value, attention_mask, scale, dropout, extras, base)
         hook: Hook | None = getattr(module, _ATTRIBUTE, None)
         if hook is None or (hook.prefill_only and query.shape[2] == 1):
-            return call.own()
+            mask = attention_mask.stock() if isinstance(attention_mask, CausalMask) else attention_mask
+            own = _own_attention(base, module)
+            return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **extras)
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        call = Call(module, query, key, value, attention_mask, scale, dropout, extras, base)
         return run(hook, call)
 
     @torch.compiler.disable

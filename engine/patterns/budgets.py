@@ -15,7 +15,11 @@ LARGEST_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Fraction:
-    """A budget as a share of the sequence's length: `round(of * length)`, at least `least`, at most `most`."""
+    """A budget as a share of the sequence's length: `round(of * length)`, at least `least`, at most `most`.
+
+    The length is that of the keys so far: in a prefill in chunks the first chunks keep fewer cells a row than one pass
+    over the whole prompt, and the last chunk as many. `least` bounds the loss; a count is the same in every chunk.
+    """
 
     of: float
     least: int = 1

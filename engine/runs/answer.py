@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headscope.engine.attend.finite import not_finite
 from headscope.engine.base.errors import Cancelled, PromptError
 from headscope.engine.base.timing import drain
 from headscope.engine.config.file import HeadConfig
@@ -22,7 +23,6 @@ from headscope.engine.config.warnings import CalibrationWarning
 from headscope.engine.model.apply import Applied, apply
 from headscope.engine.model.modules import attention_modules
 from headscope.engine.prompts.tokens import check_ids
-from headscope.engine.runs.finite import not_finite
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel

@@ -16,6 +16,7 @@ import psutil
 import torch
 from pydantic import Field
 
+from headscope.engine.attend.finite import check_layer
 from headscope.engine.attend.inputs import LayerInputs, LayerVisitor
 from headscope.engine.base import files, records
 from headscope.engine.base.errors import Cancelled, CaptureError, OptionError
@@ -26,7 +27,6 @@ from headscope.engine.config.file import HeadConfig
 from headscope.engine.model.apply import SparsePrefill
 from headscope.engine.model.hook import Call, Hook
 from headscope.engine.prompts.tokens import check_ids
-from headscope.engine.runs.finite import check_layer
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel

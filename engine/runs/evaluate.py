@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headscope.engine.attend.finite import not_finite
 from headscope.engine.base.errors import Cancelled, ModelError
 from headscope.engine.base.progress import Cancel, NamedProgress
 from headscope.engine.config.facts import text_config
@@ -22,7 +23,6 @@ from headscope.engine.patterns.families import Dense
 from headscope.engine.prompts.retrieval import KINDS, RetrievalPrompt, is_answer, retrieval_grid
 from headscope.engine.prompts.tokens import check_ids, counter
 from headscope.engine.runs.answer import answer
-from headscope.engine.runs.finite import not_finite
 
 if TYPE_CHECKING:
     from headscope.engine.model.load import LoadedModel
@@ -151,13 +151,24 @@ def compare(
     return Quality(
         prompt=name,
         tokens=len(tokens),
-        perplexity_dense=math.exp(float(nll[0])),
-        perplexity_sparse=math.exp(float(nll[1])),
+        perplexity_dense=_perplexity(float(nll[0]), name, loaded.dtype),
+        perplexity_sparse=_perplexity(float(nll[1]), name, loaded.dtype),
         kl_mean=float(kl.mean()),
         kl_worst=float(kl.max()),
         kl_last=float(kl[-1]),
         top1_agreement=same / len(tokens),
     )
+
+
+def _perplexity(nll: float, prompt: str, dtype: torch.dtype) -> float:
+    """From the mean negative log-likelihood in nats; ModelError where a float64 does not hold it."""
+    try:
+        value = math.exp(nll)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise not_finite(f"the probabilities of the tokens of {prompt}", dtype)
+    return value
 
 
 def _checked(kl: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
@@ -276,8 +287,12 @@ def layer_weights(
 ) -> tuple[float, ...]:
     """How much KL of the logits a unit of missed mass costs in each layer, scaled to a mean of 1.
 
-    `config` is some sparse config and `losses` the mean missed mass of each of `layers` under it.
+    `config` is some sparse config and `losses` the mean missed mass of each of `layers` under it. ModelError names the
+    first layer whose loss is not finite.
     """
+    for layer, loss in zip(layers, losses, strict=True):
+        if not math.isfinite(loss):
+            raise ModelError(f"the loss of layer {layer} is not finite: measure it again in bfloat16 or float32")
     effects = by_layer(loaded, ids, config, layers=layers, how=("alone",))
     raw = [effect.kl_mean / max(loss, 1e-4) for effect, loss in zip(effects, losses, strict=True)]
     mean = sum(raw) / len(raw)

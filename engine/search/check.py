@@ -75,8 +75,8 @@ def check_prompt(
 
     def visit(layer: int, inputs: LayerInputs) -> None:
         patterns = config.patterns(layer)
-        dense = dense_pass(inputs, impl)
-        measured = measure_patterns(inputs, patterns, estimator=config.estimator, impl=impl, dense=dense)
+        dense = dense_pass(inputs, impl, layer)
+        measured = measure_patterns(inputs, patterns, layer=layer, estimator=config.estimator, impl=impl, dense=dense)
         timed = BesideDense(measured.index_ms, measured.kernel_ms, dense.ms)
         if repeats:
             timed = time_beside_dense(inputs, patterns, config.estimator, impl, repeats)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscope.engine.attend.attention import attend_dense
 from headscope.engine.attend.index import index_layer
 from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base import files
 from headscope.engine.base.progress import Cancel
 from headscope.engine.config.file import HeadConfig
+from headscope.engine.loss.measure import dense_pass
 from headscope.engine.loss.oracle import LossSplit, loss_split
 from headscope.engine.patterns.families import Dense
 from headscope.engine.search.cost import CostModel
@@ -91,7 +91,8 @@ def _explain(
     at = table.layers.index(front.layer)
     number = int(allocation.picked[at, front.head])
     picked = front.every[number]
-    limit = target.max_missed if target.max_missed is not None else picked.loss
+    limit = dict(target.layer_limits).get(front.layer, 1.0)
+    limit = min(limit, target.max_missed if target.max_missed is not None else picked.loss)
     votes = [_best(each, limit) for each in alone]
     kind = table.grid.candidates[number].kind
     others = [point for point in front.every if table.grid.candidates[point.number].kind != kind]
@@ -120,7 +121,9 @@ def _explain(
         worst_loss=float(table.stats["mean"][worst, at, front.head, number]),
         smaller=option(family[place - 1]) if place else None,
         larger=option(family[place + 1]) if place + 1 < len(family) else None,
-        sentence=_sentence(shown, option(runner), limit, target, front, allocation, cost.unit),
+        sentence=_sentence(
+            shown, option(runner), limit, target, front, allocation, cost.unit, not allocation.picked[at].any()
+        ),
     )
 
 
@@ -145,16 +148,28 @@ def _sentence(
     front: Front,
     allocation: Allocation,
     unit: str,
+    dense_layer: bool,
 ) -> str:
+    """Why this one, in words that its figures bear out: a head is chosen with its layer, so that alone it may be slower
+    than another candidate."""
     if (front.layer, front.head) in allocation.stayed_dense:
         best = "" if runner is None else f" The nearest, {runner.label}, misses {runner.loss:.2%}."
         return f"Stays dense: no candidate misses at most {limit:.2%} on every prompt.{best}"
+    fastest = min((point.ms for point in front.every if point.loss <= limit), default=picked.ms)
+    slower = picked.ms > fastest * (1 + TIE_TIME)
     if target.max_missed is None:
         why = "loses least for its time at the common exchange rate of loss for time"
+    elif picked.kind == Dense.kind and dense_layer and slower:
+        why = "is chosen since its whole layer is faster in the dense kernel than in any mix of sparse heads"
+    elif picked.kind == Dense.kind and slower:
+        why = "is chosen since a faster family would cost its layer more than this head would save"
     elif picked.kind == Dense.kind:
-        why = "is as fast here as any sparse candidate within the limit"
-    elif picked.ms > simplest_of_fastest([p for p in front.every if p.loss <= limit]).ms * (1 + TIE_TIME):
+        tie = f", up to the {TIE_TIME:.0%} that count as a tie" if picked.ms > fastest else ""
+        why = f"is as fast here as any sparse candidate within the limit{tie}"
+    elif slower:
         why = f"is the fastest within {limit:.2%} of the families that its layer runs anyway"
+    elif picked.ms > fastest:
+        why = f"is the simplest of those that tie as the fastest with at most {limit:.2%} missed on every prompt"
     else:
         why = f"is the fastest that misses at most {limit:.2%} on every prompt"
     text = f"{picked.label} {why}: {picked.loss:.2%} missed, {picked.ms:.2f} {unit}."
@@ -176,7 +191,7 @@ def splits(
     by_place: dict[tuple[int, int], LossSplit] = {}
 
     def visit(layer: int, inputs: LayerInputs) -> None:
-        _, lse = attend_dense(inputs)
+        lse = dense_pass(inputs, layer=layer).lse
         index = index_layer(inputs, config.patterns(layer), estimator=config.estimator)
         for place in sorted(set(places)):
             if place[0] == layer:

@@ -8,6 +8,7 @@ gap between that bound and the whole-candidate answer is stated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,7 +53,12 @@ class Front:
 
     @classmethod
     def of(cls, layer: int, head: int, every: Sequence[Point]) -> Front:
-        """The front of all points of a head."""
+        """The front of all points of a head. SearchError where a time or loss is not finite: it has no rank."""
+        if not all(math.isfinite(point.ms) and math.isfinite(point.weighted) for point in every):
+            raise SearchError(
+                f"Layer {layer} head {head} has a candidate whose time or loss is not finite: search again in bfloat16 "
+                "or float32, with a new cost model."
+            )
         return cls(layer, head, pareto(every), tuple(every))
 
 

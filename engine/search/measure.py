@@ -158,18 +158,19 @@ def measure_layer(
     """All candidates on one layer: a JSON object with times and, per candidate, the `STATS` of every head.
 
     Every timing has the `dense_ms` of the dense passes beside it, since a machine is not equally fast all the time.
+    ModelError where the layer, or what a candidate makes of it, is not finite; then nothing of the layer is kept.
     """
     heads = inputs.query_heads
     words = f"{prompt.name}, layer {layer}"
-    dense_pass(inputs, settings.impl)  # pays for warming up
-    dense = dense_pass(inputs, settings.impl)
+    dense_pass(inputs, settings.impl, layer)  # pays for warming up
+    dense = dense_pass(inputs, settings.impl, layer)
     passes, rows = [dense.ms], []
     for pattern in settings.grid.candidates:
         _check(cancel)
         measured = measure_patterns(
-            inputs, [pattern] * heads, estimator=settings.estimator, impl=settings.impl, dense=dense
+            inputs, [pattern] * heads, layer=layer, estimator=settings.estimator, impl=settings.impl, dense=dense
         )
-        passes.append(dense_pass(inputs, settings.impl).ms)
+        passes.append(dense_pass(inputs, settings.impl, layer).ms)
         beside = (passes[-2] + passes[-1]) / 2
         rows.append(
             {"index_ms": measured.index_ms, "kernel_ms": measured.kernel_ms, "dense_ms": beside} | _stats(measured)

@@ -5,6 +5,7 @@ Nothing here runs a model: a page that moves a target calls this with the stored
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -45,6 +46,12 @@ class Table:
             )
             for name in STATS
         }
+        for at, layer in enumerate(results[0].layers):
+            if not all(np.isfinite(values[:, at]).all() for values in stats.values()):
+                raise SearchError(
+                    f"The results of layer {layer['layer']} are not finite, so nothing can be chosen from them: search "
+                    "again in bfloat16 or float32."
+                )
         return cls(
             grid,
             tuple(layer["layer"] for layer in results[0].layers),
@@ -116,6 +123,9 @@ class Target:
             raise OptionError(f"Losses are weighted by one of {', '.join(WEIGHTS)}, got {self.weight[:40]!r}.")
         if self.weight == "logits" and self.layer_weights is None:
             raise OptionError("Weighting by the logits needs a weight for each layer: measure them first.")
+        for at, weight in enumerate(self.layer_weights or ()):
+            if not 0 <= weight < math.inf:
+                raise OptionError(f"Weight {at} of the layers must be a finite number of at least 0, got {weight}.")
 
     def check_layers(self, searched: Sequence[int]) -> None:
         """OptionError where a limit is for a layer that is not among the searched ones."""

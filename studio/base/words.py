@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ def percent(value: float) -> str:
 
     Only an exact 0 or 1 is "0 %" or "100 %"; what is nearer to them than the last digit is "< 0.01 %" or "> 99.99 %".
     """
-    if value != value:
+    if not math.isfinite(value):
         return "not measured"
     if value in (-1, 0, 1):
         return f"{int(value) * 100}\u00a0%"
@@ -43,7 +44,7 @@ def percent(value: float) -> str:
 
 def milliseconds(value: float) -> str:
     """A time as text: "0.42 ms", "38 ms", "1.3 s", "2 min 5 s"."""
-    if value != value:
+    if not math.isfinite(value):
         return "not measured"
     if 0 < value < 0.001:
         return "<\u00a00.001\u00a0ms"
@@ -135,8 +136,11 @@ def excerpt(tokens: Sequence[str], position: int, before: int = 5, after: int = 
 def finding(mean: float, worst: float, worst_row: int, thirds: Sequence[float], near: float, far: float) -> str:
     """What a head loses, in one sentence or two.
 
-    `near` and `far` are shares of the missed mass less than 64 and at least 256 tokens back.
+    `near` and `far` are shares of the missed mass less than 64 and at least 256 tokens back. ValueError where a figure
+    is not finite: nothing good may be said of it, and a measurement refuses it before.
     """
+    if not all(math.isfinite(value) for value in (mean, worst, *thirds, near, far)):
+        raise ValueError("a finding needs finite figures: measure the head again in bfloat16 or float32")
     if mean < 0.0005 and worst < 0.01:
         return "This head keeps all of its attention: nothing to gain here but time."
     scale = "Misses" if mean >= 0.01 else "Misses only"

@@ -18,6 +18,7 @@ import numpy as np
 from headscope.engine.attend.estimator import Estimator
 from headscope.engine.attend.index import index_layer
 from headscope.engine.attend.inputs import LayerInputs
+from headscope.engine.base.errors import ModelError
 from headscope.engine.loss.measure import DensePass, HeadMeasurement, dense_pass, measure_patterns
 from headscope.engine.loss.oracle import LossSplit, loss_split
 from headscope.engine.patterns.families import Pattern
@@ -84,10 +85,14 @@ class Measurements:
             self._known.put(measurement_key(run_id, one.layer, one.head, one.pattern, estimator), one)
 
     def take_stored(self, run_id: str, estimator: dict[str, Any]) -> None:
-        """Brings a run's measurements from the store; old ones name no estimator, and have the run's."""
+        """Brings a run's measurements from the store; old ones name no estimator, and have the run's.
+
+        What an earlier version stored though it is not finite counts as not measured.
+        """
         for body in self._database.store.measurements(run_id):
             sampling = Estimator.from_dict(body.pop("estimator", estimator))
-            self.keep(run_id, [measurement_from_dict(body)], sampling)
+            with suppress(ModelError):
+                self.keep(run_id, [measurement_from_dict(body)], sampling)
 
     def _remember(self, run_id: str, measurements: Sequence[HeadMeasurement], estimator: Estimator) -> None:
         fresh = [
@@ -210,7 +215,7 @@ class Measurements:
 
     def _dense_pass(self, case: HeadCase, inputs: LayerInputs) -> DensePass:
         def make() -> DensePass:
-            passes = _repeated(lambda: dense_pass(inputs))
+            passes = _repeated(lambda: dense_pass(inputs, layer=case.layer))
             return replace(passes[-1], ms=statistics.median(one.ms for one in passes))
 
         return self._dense((case.run.id, case.layer, case.head), make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from headscope.engine.loss.oracle import LossSplit
 from headscope.engine.model.load import LoadedModel
 from headscope.engine.search import run as search
 from headscope.engine.search.check import calibrated_losses, check_prompt, drift, one_against_all
-from headscope.engine.search.cost import CostModel
+from headscope.engine.search.cost import CostModel, fit
 from headscope.engine.search.explain import blame, explain, splits
 from headscope.engine.search.grid import SAMPLING
-from headscope.engine.search.table import Target
+from headscope.engine.search.table import Table, Target, allocate, fronts
 from tests.engine.test_search import run
+from tests.engine.test_search_choice import GRID, made_results
 from tests.helpers.planted import PlantedSource, planted_prompts
 
 
@@ -60,6 +62,35 @@ def test_the_loss_split_adds_up_to_what_was_measured(planted: Any) -> None:
     for (_, head), split in parts.items():
         assert split.computed == pytest.approx(measured.mean[0, head], abs=1e-5)
         assert sum(split.steps) == pytest.approx(split.computed, abs=1e-9)
+
+
+def test_no_sentence_contradicts_the_figures_beside_it() -> None:
+    """Layers that stay dense since no mix pays: there "as fast as any sparse candidate" stood beside a faster one."""
+    results = made_results(layers=12)
+    table, cost = Table.of(results, GRID), fit(results, GRID, {})
+    told = [
+        (front, each)
+        for target in (
+            *(Target(max_missed=limit) for limit in (0.01, 0.03, 0.06, 0.1)),
+            Target(max_missed=0.1, layer_limits=((0, 0.0), (1, 0.02))),
+        )
+        for front, each in zip(
+            fronts(table, cost, target), explain(table, cost, target, allocate(table, cost, target)), strict=True
+        )
+    ]
+    reasons = set()
+    for front, each in told:
+        limit = float(re.findall(r"([0-9.]+)%", each.sentence)[0]) / 100 if "at most" in each.sentence else None
+        fastest = min(point.ms for point in front.every if point.loss <= max(each.chosen.loss, limit or 0))
+        if "is as fast here as any" in each.sentence:
+            assert each.chosen.ms <= each.runner_up.ms * 1.02, each.sentence  # type: ignore[union-attr]
+            assert each.chosen.ms <= each.runner_up.ms or "tie" in each.sentence  # type: ignore[union-attr]
+        if "is the fastest that" in each.sentence:
+            assert each.chosen.ms <= fastest, each.sentence
+        if each.runner_up is not None and each.runner_up.ms < each.chosen.ms * 0.98 and "best is" in each.sentence:
+            reasons.add(each.sentence.partition("since ")[2].partition(":")[0])
+    assert "its whole layer is faster in the dense kernel than in any mix of sparse heads" in reasons
+    assert any("Stays dense: no candidate misses at most 0.00%" in each.sentence for _, each in told)
 
 
 def test_the_largest_step_is_blamed() -> None:

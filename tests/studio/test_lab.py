@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from headscope.engine.attend.inputs import LayerInputs, ScoreInputs
 from headscope.engine.base.errors import ConfigError, ModelError
 from headscope.engine.config.file import HeadConfig
 from headscope.engine.loss import mass, measure
+from headscope.engine.model.load import LoadedModel
 from headscope.engine.patterns.families import AShape, BlockSparse, Dense, VerticalSlash
 from headscope.studio.data.profiles import head_profiles, kept_lines
 from headscope.studio.data.results import HeadCase
@@ -189,3 +192,31 @@ def test_the_profiles_of_a_head_are_made_once_and_shown(lab: Lab, monkeypatch: p
     test = ok(page("heads", view))
     ok(test.run())
     assert len(calls) == 1 and "in kept columns" in shown(test) and "in kept distances" in shown(test)
+
+
+def test_a_model_that_overflows_gives_no_run_but_a_sentence(
+    make_tiny: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = make_tiny("Llama")
+    loaded.model.to(torch.float16)
+    with torch.no_grad():
+        loaded.model.model.layers[1].input_layernorm.weight.fill_(6e4)
+    lab = studio_pages.make_lab(studio_pages.toy(loaded), tmp_path, monkeypatch)
+    try:
+        with pytest.raises(AssertionError, match=r"of layer 1 are not finite in float16: .*bfloat16 or float32"):
+            run_now(lab)
+        assert lab.store.runs() == []
+    finally:
+        lab.close()
+
+
+def test_a_stored_measurement_that_is_not_finite_counts_as_not_measured(lab: Lab) -> None:
+    run_id = run_now(lab)
+    bodies = lab.store.measurements(run_id)
+    damaged = bodies[0] | {"missed_mass_mean": float("nan"), "missed_mass_thirds": [float("nan")] * 3}
+    lab.store.add_measurements(run_id, "isolated", [damaged])
+    lab.runs._runs.clear()
+    lab.measurements._known.clear()
+    lab.measurements.take_stored(run_id, {})
+    assert len(lab.measurements._known.items()) == len(bodies)
+    assert all(one.missed_mass_mean >= 0 for _, one in lab.measurements._known.items())

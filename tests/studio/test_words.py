@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headscope.studio.base.words import milliseconds, percent, size
+from headscope.studio.base.words import finding, milliseconds, percent, size
 
 _MS = {"ms": 1.0, "s": 1e3, "min": 6e4}
 _BYTES = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -120,3 +120,14 @@ def test_a_size_is_in_its_unit(value: int) -> None:
     assert abs(told(size(value), _BYTES) - value) <= 0.5001 * digit(number) * _BYTES[unit]
     assert unit == "GiB" or float(number) < 1024
     assert (float(number) == 0) == (value == 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_never_a_finding(bad: float) -> None:
+    assert "nothing to gain" in finding(0.0, 0.0, 3, (0.0, 0.0, 0.0), 0.0, 0.0)
+    for figures in ((bad, 0.0, 3, (0.0,) * 3, 0.0, 0.0), (0.0, bad, 3, (0.0,) * 3, 0.0, 0.0)):
+        with pytest.raises(ValueError, match="bfloat16 or float32"):
+            finding(*figures)
+    with pytest.raises(ValueError, match="finite figures"):
+        finding(0.0, 0.0, 3, (0.0, bad, 0.0), 0.0, 0.0)
+    assert percent(bad) == milliseconds(bad) == "not measured"
