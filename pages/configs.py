@@ -80,13 +80,15 @@ def bring_in(page: PageContext, facts: ModelFacts | None) -> None:
     """Import of a config file."""
     st.subheader("Bring a config in", anchor=False)
     file = st.file_uploader("A headscope config, JSON", key="import", label_visibility="collapsed")
+    accepted = "A JSON file in the format headscope.head-config/1. Other tools' files: `headscope convert` first."
     if file is None:
-        st.caption("A JSON file in the format headscope.head-config/1. Other tools' files: `headscope convert` first.")
+        st.caption(accepted)
         return
     try:
         config = exports.read_import(file.name, file.getvalue(), facts)
     except HeadscopeError as error:
         st.error(words.plain_markdown(str(error), file.name[:80]))
+        st.caption(accepted)
         return
     st.text(f"{file.name}: {len(config.heads)} layers of {len(config.heads[0])} heads, for {config.model.get('name')}")
     if facts is None:
@@ -258,7 +260,7 @@ def differs(page: PageContext, opened: RunContext | None, row: ConfigRow, frame:
             f"missed, version {row.number}": [_missed(row.config, layer, head) for layer, head, _, _ in changes],
         }
     )
-    percent = st.column_config.NumberColumn(format="percent")
+    percent = st.column_config.NumberColumn(format="%.1f %%")
     st.dataframe(
         table,
         hide_index=True,
@@ -290,9 +292,10 @@ def choose_other(page: PageContext, opened: RunContext | None, row: ConfigRow, f
 
 
 def _missed(config: HeadConfig | None, layer: int, head: int) -> float | None:
+    """A head's mean missed mass in percent, if its evidence holds it."""
     evidence = None if config is None else config.heads[layer][head].evidence
     value = read_evidence(evidence).get("missed_mass_mean")
-    return float(value) if isinstance(value, int | float) else None
+    return 100 * float(value) if isinstance(value, int | float) else None
 
 
 def comes_from(row: ConfigRow) -> None:

@@ -170,6 +170,7 @@ def areas(values: Sequence[int], theme: Theme) -> go.Figure:
             hovertemplate=f"{name}: {value:,} pairs ({percent(value / total)})<extra></extra>",
         )
     layout(figure, theme, "What a kernel touches, in query-key pairs", 165, barmode="stack", bargap=0.1)
+    figure.update_layout(legend_traceorder="normal")  # in the order of the bar
     figure.update_xaxes(title="pairs", tickformat="~s", range=[0, total])
     figure.update_yaxes(visible=False)
     return figure
@@ -205,7 +206,7 @@ def trade_off(
                 x=[point[3] if by_time else point[2]],
                 y=[point[4]],
                 mode="markers",
-                name="today",
+                name="now",
                 hoverinfo="skip",
                 marker={"symbol": "circle-open", "size": 19, "color": theme.missed, "line": {"width": 2.5}},
             )

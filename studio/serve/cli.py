@@ -24,7 +24,7 @@ def studio(
         Path | None, typer.Option("--db", help="Database file; by default studio.duckdb in your data folder.")
     ] = None,
 ) -> None:
-    """Starts the studio on 127.0.0.1 and prints its address."""
+    """Start the studio on 127.0.0.1 and print its address."""
     check_installed()
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     if db is not None:

@@ -28,13 +28,13 @@ def head_picker(page: RunContext, order: Sequence[tuple[int, int]], key: str) ->
         st.selectbox(
             "Layer",
             range(page.run.facts.layers),
-            width=92,
+            width=84,
             **state.bind(f"{key}-layer", page.view.layer, lambda value: page.view.go(value, page.view.head)),
         )
         st.selectbox(
             "Head",
             range(page.run.facts.query_heads),
-            width=92,
+            width=84,
             **state.bind(f"{key}-head", page.view.head, lambda value: page.view.go(page.view.layer, value)),
         )
         st.button(
@@ -94,6 +94,7 @@ def map_controls(page: RunContext, key: str) -> None:
             tokens,
             width=320,
             step=max(1, tokens // 256),
+            format="%,d",
             **state.bind(f"{key}-crop", page.view.crop or (0, tokens), crop),
         )
 

@@ -48,11 +48,11 @@ def places(page: RunContext, detail: HeadDetail) -> None:
         return
     frame = pl.DataFrame(
         {
-            "missed": [place.probability for place in missed_cells],
+            "missed": [100 * place.probability for place in missed_cells],
             "the token that reads": [words.excerpt(page.run.pieces, place.query) for place in missed_cells],
             "what it did not see": [words.excerpt(page.run.pieces, place.key) for place in missed_cells],
             "tokens": [f"{place.query:,} ← {place.key:,}" for place in missed_cells],
-            "back": [place.query - place.key for place in missed_cells],
+            "back": [f"{place.query - place.key:,}" for place in missed_cells],
         }
     )
     st.dataframe(
@@ -60,9 +60,10 @@ def places(page: RunContext, detail: HeadDetail) -> None:
         hide_index=True,
         alt="Most missed query and key tokens",
         column_config={
-            "missed": st.column_config.NumberColumn(format="percent", width="small"),
+            "missed": st.column_config.NumberColumn(format="%.2f %%", width="small"),
             "the token that reads": st.column_config.TextColumn(width=250),
             "what it did not see": st.column_config.TextColumn(width=250),
+            "back": st.column_config.TextColumn(alignment="right"),
         },
     )
     st.caption("The largest missed cells, one a row at most, among the 192 rows that miss most; ‹ › marks the token.")
@@ -134,9 +135,12 @@ def remedy(steps: tuple[float, float, float, float], detail: HeadDetail) -> str:
         return "The loss is small: a smaller budget may do, and would be faster."
     largest = max(range(3), key=lambda index: steps[index])
     advice = (
-        "**More budget.** Even the best keys of each row would miss most of this: no other choice of cells helps.",
-        "**Another pattern.** The budget would do, but this family cannot lay its cells where the probability is.",
-        "**More sampling.** The family and budget would do, but the rows sampled for the index do not speak for all.",
+        f"**More budget.** Even the best keys of each row, as many as this pattern asks for, would miss "
+        f"{words.percent(steps[0])}.",
+        "**Another pattern.** With this budget, this family cannot lay its cells where the probability is.",
+        "**More sampling.** The family and budget would do, but the rows sampled for the index do not speak for all."
+        if detail.measurement.pattern.online
+        else "**Other budgets.** The same family with as many cells, shared out otherwise, would miss less.",
     )[largest]
     slow = detail.sparse_ms > detail.dense_ms
     return advice + (" It is slower than dense here as well, so dense below some length may be best." if slow else "")
@@ -196,12 +200,12 @@ def group(page: RunContext) -> None:
         {
             "head": [f"L{layer} H{head}" for head in members],
             "pattern": [words.label(patterns[head]) for head in members],
-            "missed, mean": [None if one is None else one.missed_mass_mean for one in known],
-            "missed, worst row": [None if one is None else one.missed_mass_worst for one in known],
-            "computes": [None if one is None else one.computed_density for one in known],
+            "missed, mean": [None if one is None else 100 * one.missed_mass_mean for one in known],
+            "missed, worst row": [None if one is None else 100 * one.missed_mass_worst for one in known],
+            "computes": [None if one is None else 100 * one.computed_density for one in known],
         }
     )
-    percent = st.column_config.NumberColumn(format="percent")
+    percent = st.column_config.NumberColumn(format="%.1f %%")
     st.dataframe(
         frame,
         hide_index=True,

@@ -201,7 +201,7 @@ def _keep(
     fitted = cost or search_cost.fit(results, settings.grid, {"hardware": place, "versions": versions()})
     result = choose(results, settings, target, folder, facts, fitted, place)
     lab.store.add_model(str(facts["fingerprint"]), model, facts)
-    winner = lab.store.save_config(f"search {now():%Y-%m-%d %H:%M}", result.config, note="search by a search")
+    winner = lab.store.save_config(f"search {now():%Y-%m-%d %H:%M}", result.config, note="chosen by a search")
     described = {
         "plan": asked,
         "facts": facts,

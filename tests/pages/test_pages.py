@@ -105,16 +105,17 @@ def test_the_panels_show_the_engines_numbers(lab: Lab) -> None:
     test = ok(page("heads", View(SESSION, run_id=run.id, look="GQA group", layer=1, head=4)))
     rows = next(item.value for item in test.dataframe if "missed, mean" in item.value.columns)
     assert list(rows["head"]) == ["L1 H3", "L1 H4", "L1 H5"]
-    assert list(rows["missed, mean"]) == [grid[1][head].missed_mass_mean for head in (3, 4, 5)]
-    assert list(rows["computes"]) == [grid[1][head].computed_density for head in (3, 4, 5)]
+    assert list(rows["missed, mean"]) == [100 * grid[1][head].missed_mass_mean for head in (3, 4, 5)]
+    assert list(rows["computes"]) == [100 * grid[1][head].computed_density for head in (3, 4, 5)]
 
 
 @pytest.mark.parametrize(
     ("steps", "missed", "sparse_ms", "says"),
     [
-        ((0.30, 0.02, 0.01, -0.02), 0.31, 1.0, "**More budget.**"),
+        ((0.30, 0.02, 0.01, -0.02), 0.31, 1.0, "**More budget.** Even the best keys of each row, as many as this"),
+        ((0.12, 0.11, 0.04, 0.0), 0.27, 1.0, f"would miss {words.percent(0.12)}."),
         ((0.02, 0.30, 0.01, -0.02), 0.31, 1.0, "**Another pattern.**"),
-        ((0.02, 0.01, 0.30, -0.02), 0.31, 1.0, "**More sampling.**"),
+        ((0.02, 0.01, 0.30, -0.02), 0.31, 1.0, "**Other budgets.**"),
         ((0.02, 0.01, 0.30, -0.02), 0.31, 9.0, "dense below some length"),
         ((0.001, 0.0, 0.0, 0.0), 0.001, 9.0, "keep this head dense at this length"),
         ((0.001, 0.0, 0.0, 0.0), 0.001, 1.0, "a smaller budget may do"),
@@ -126,6 +127,14 @@ def test_the_remedy_fits_the_largest_step(lab: Lab, steps, missed: float, sparse
     measured = replace(detail.measurement, missed_mass_mean=missed)
     detail = replace(detail, measurement=measured, index_ms=0.0, kernel_ms=sparse_ms, dense_ms=2.0)
     assert says in panels.remedy(steps, detail)
+
+
+def test_more_sampling_is_advised_only_where_an_index_samples(lab: Lab) -> None:
+    run = lab.runs.open(run_now(lab))
+    for pattern, says in ((VerticalSlash(8, 16), "**More sampling.**"), (AShape(4, 16), "**Other budgets.**")):
+        detail = lab.measurements.detail(HeadCase(run, 0, 0, pattern))
+        detail = replace(detail, measurement=replace(detail.measurement, missed_mass_mean=0.31))
+        assert panels.remedy((0.02, 0.01, 0.30, -0.02), detail).startswith(says)
 
 
 @pytest.mark.parametrize("metric", ["missed_mass_worst", "end", "computed_density", "output_error"])
@@ -191,6 +200,27 @@ def test_heads_edited_and_not_looked_at_count_in_the_isolated_mean(lab: Lab) -> 
     rows = lab.measurements.grid(run.id, draft.patterns)
     means = [sum(one.missed_mass_mean for one in row) / len(row) for row in rows]
     assert view.comparison.isolated == pytest.approx(means)
+
+
+def test_versions_are_compared_in_percent(lab: Lab) -> None:
+    view = View(SESSION, run_id=run_now(lab), layer=1, head=2)
+    ok(page("tune", view).segmented_control(key="kind").set_value("a-shape").run())
+    run = lab.runs.open(view.run_id)
+    stored, _ = exports.save_draft(lab, lab.drafts.of(SESSION, run.facts), run, "kept", "")
+    first = HeadConfig.uniform(run.facts.to_dict(), Dense())
+    lab.store.save_config("dense", first, note="")
+    view.version = stored.id
+    test = ok(page("configs", view))
+    test = ok(test.selectbox(key=f"against-{stored.id}").set_value("version 2").run())
+    table = next(item.value for item in test.dataframe if "missed, version 1" in item.value.columns)
+    row = table[table["head"] == "L1 H2"].iloc[0]
+    assert row["missed, version 1"] == 100 * stored.config.heads[1][2].evidence["missed_mass_mean"]
+
+
+def test_a_file_of_another_tool_is_refused_with_the_way_to_convert_it(lab: Lab) -> None:
+    test = ok(page("configs", View(SESSION)))
+    test = ok(test.file_uploader(key="import").set_value(("best.json", b"[{}]", "application/json")).run())
+    assert "this is a list" in shown(test) and "headscope convert" in shown(test)
 
 
 def test_a_version_that_samples_otherwise_is_measured_and_kept_so(lab: Lab) -> None:

@@ -222,6 +222,7 @@ def test_a_stored_search_is_the_measured_one(lab: Lab) -> None:
     assert again.sort(key).select(stored.columns).equals(stored)
     version = lab.store.config(row["config_id"])
     assert version is not None
+    assert version.note == "chosen by a search"
     config = found.config(found.allocate(Target(max_missed=0.05)), Target(max_missed=0.05))
     patterns = [[entry.pattern for entry in layer] for layer in version.config.heads]
     assert patterns == [[entry.pattern for entry in layer] for layer in config.heads]

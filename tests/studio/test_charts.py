@@ -102,6 +102,13 @@ def test_every_figure_is_small_titled_and_has_axis_names(size: tuple[int, int, i
             assert figure.layout.yaxis.title.text, name
 
 
+def test_legends_name_the_pattern_now_and_follow_the_order_of_the_bar() -> None:
+    drawn = figures(4, 3, 16, 64)
+    assert drawn["trade-off"].data[-1].name == "now"
+    assert drawn["areas"].layout.legend.traceorder == "normal"
+    assert drawn["areas"].data[0].name.startswith("blocks")
+
+
 def test_the_overview_takes_clicks_through_invisible_squares_in_row_major_order() -> None:
     values = np.arange(12, dtype=float).reshape(4, 3) / 12
     labels = [["p"] * 3 for _ in range(4)]
