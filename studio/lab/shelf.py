@@ -65,7 +65,8 @@ class Shelf:
             victims = []
         target = self.path(run_id)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)  # captures hold what was read
             capture.save(target)
         except (OSError, CaptureError):
             shutil.rmtree(target, ignore_errors=True)
@@ -103,7 +104,7 @@ class Shelf:
         """The captures, the one not used for longest first."""
         if not self.folder.is_dir():
             return []
-        entries = [entry for entry in self.folder.iterdir() if entry.is_dir()]
+        entries = [entry for entry in self.folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
         return sorted(entries, key=lambda entry: entry.stat().st_mtime)
 
     def _victims(self, expected: int, short: int, in_use: Collection[str]) -> list[Path] | None:
