@@ -61,6 +61,7 @@ def import_foreign(value: Any, source: str, facts: Any = None, name: str = "the 
         if not isinstance(value, list) or not 1 <= len(value) <= MOST_LAYERS:
             raise ConfigError(f"a {source} config is a list of 1 to {MOST_LAYERS} layers.")
         rows = [_layer(layer, item) for layer, item in enumerate(value)]
+        _check_names(source, rows)
         heads = tuple(
             tuple(_entry(source, f"layer {layer} head {head}", raw) for head, raw in enumerate(row))
             for layer, row in enumerate(rows)
@@ -112,11 +113,29 @@ def _places(heads: dict[int, list[int]]) -> str:
 def import_pattern(source: str, kind: str, first: int, second: int) -> Pattern:
     """The pattern that the other tool's code runs for `[kind, first, second, score]`; `ValueError` if none."""
     if kind not in foreign.KNOWN[source]:
-        if source == "sglang":
-            raise ValueError(f"SGLang knows the pattern vertical_and_slash only, got {kind[:40]!r}")
-        raise ValueError(f"unknown pattern {kind[:40]!r}; known are vertical_and_slash, stream_llm and block_sparse")
+        raise ValueError(_unknown(source, [kind]))
     family = next(family for family in FAMILIES.values() if family.foreign_name == kind)
     return family.imported(source, first, second)
+
+
+def _check_names(source: str, rows: list[list[Any]]) -> None:
+    """ConfigError with every pattern name that the tool does not know; nothing else in such entries can be read."""
+    unknown: dict[str, str] = {}
+    for layer, row in enumerate(rows):
+        for head, raw in enumerate(row):
+            name = raw[0] if isinstance(raw, list) and raw else raw.get("pattern") if isinstance(raw, dict) else None
+            if isinstance(name, str) and name not in foreign.KNOWN[source]:
+                unknown.setdefault(name, f"layer {layer} head {head}")
+    if unknown:
+        raise ConfigError(f"{next(iter(unknown.values()))}: {_unknown(source, list(unknown))}.")
+
+
+def _unknown(source: str, names: list[str]) -> str:
+    """The sentence for names of patterns that a tool does not know."""
+    named = files.listing(repr(name[:40]) for name in names)
+    if source == "sglang":
+        return f"SGLang knows the pattern vertical_and_slash only, got {named}"
+    return f"unknown pattern {named}; known are vertical_and_slash, stream_llm and block_sparse"
 
 
 def _layer(layer: int, item: Any) -> list[Any]:

@@ -17,6 +17,13 @@ _SIZES = (("B", 1, 0, 1024), ("KiB", 2**10, 0, 1024), ("MiB", 2**20, 0, 1024), (
 """The same for bytes."""
 
 
+ADDRESS = re.compile(r"https?:/|www\.|\w@", re.IGNORECASE)
+"""How what markdown takes for an address begins."""
+
+UNSEEN = "\u2060"
+"""Word joiner: no width, and no line breaks there."""
+
+
 def percent(value: float) -> str:
     """A share as text: 0.2923 is "29.2 %", 0.0004 is "0.04 %" (with no-break spaces).
 
@@ -120,7 +127,11 @@ def plain_markdown(text: str, name: str = "") -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that markdown shows as it is."""
+    """Text that markdown shows as it is: no marks, and no links either.
+
+    Addresses become links after escapes are read, so a character of no width parts them where they begin.
+    """
+    text = ADDRESS.sub(lambda start: start[0][:-1] + UNSEEN + start[0][-1], text)
     return re.sub(r"([\\`*_{}\[\]()<>#+\-.!|$~:])", r"\\\1", text)
 
 

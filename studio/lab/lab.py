@@ -13,6 +13,7 @@ from headscope.studio.lab.captures import Captures
 from headscope.studio.lab.database import Database
 from headscope.studio.lab.drafts import Drafts
 from headscope.studio.lab.jobs import Worker
+from headscope.studio.lab.leftovers import hold
 from headscope.studio.lab.measurements import Measurements
 from headscope.studio.lab.models import Models
 from headscope.studio.lab.runs import Runs
@@ -31,6 +32,7 @@ class Lab:
         self.database = Database(path)
         self.models = Models(self.worker)
         self.captures = Captures(shelf)
+        self._shelf_held = hold(shelf.folder)
         self.measurements = Measurements(self.worker, self.database, self.captures)
         self.runs = Runs(self.worker, self.database, self.models, self.captures, self.measurements)
         self.drafts = Drafts(self.database)
@@ -46,6 +48,16 @@ class Lab:
         """Why the database's file is not in use; empty if it is."""
         return self.database.problem
 
+    @property
+    def notices(self) -> list[str]:
+        """What opening the database brought to light, until it is put away, and what of the database is damaged."""
+        damage = self.store.damage
+        return [*self.database.notices, *([damage] if damage else [])]
+
+    def put_notices_away(self) -> None:
+        """Somebody has read what opening brought to light."""
+        self.database.notices.clear()
+
     def reopen(self) -> bool:
         """Tries the database again after a problem; what memory holds goes into it. True if it is open now."""
         if not self.problem:
@@ -60,11 +72,13 @@ class Lab:
     def close(self) -> None:
         """Stops the worker and lets go of the database."""
         self.worker.close()
-        self.store.close()
+        self.database.close()
+        if self._shelf_held is not None:
+            self._shelf_held.close()
 
 
 def _close_store(database: weakref.ref[Database]) -> None:
     """At the end of the process: what the log holds goes into the file."""
     still = database()
     if still is not None:
-        still.store.close()
+        still.close()

@@ -64,7 +64,8 @@ class Shelf:
             _remove(victims)
             victims = []
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)  # captures hold what was read
             capture.save(self.path(run_id))
         except (OSError, CaptureError):
             return False
@@ -101,7 +102,7 @@ class Shelf:
         """The captures, the one not used for longest first."""
         if not self.folder.is_dir():
             return []
-        entries = [entry for entry in self.folder.iterdir() if entry.is_dir()]
+        entries = [entry for entry in self.folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
         return sorted(entries, key=lambda entry: entry.stat().st_mtime)
 
     def _victims(self, expected: int, short: int, in_use: Collection[str]) -> list[Path] | None:

@@ -49,6 +49,7 @@ def main(port: int) -> None:
     """Serves until a signal ends it."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))  # an import must not be interrupted
     atexit.register(_end)  # what is registered first runs last
+    os.umask(0o077)  # database, log and captures hold prompts: for their owner only
     os.chdir(ROOT)
     import uvicorn
 

@@ -3,6 +3,9 @@
 Every call takes its own cursor, so any thread may call. Writers take a lock and write one transaction: a version is
 there whole or not at all, whatever kills the process. Rows go in in bulk, since a statement a row takes seconds for a
 large model. After every save the log is brought into the file, so that a copy of the file alone is whole.
+
+Reads go on without a damaged part of the file. A row is looked for by `reverse(id)`, and so without its index, which
+may be damaged where the row is not.
 """
 
 from __future__ import annotations
@@ -23,8 +26,13 @@ from headscope.engine.config.file import HeadConfig, HeadEntry
 from headscope.engine.patterns import families as patterns
 from headscope.engine.patterns.families import Pattern
 from headscope.studio.base.errors import StoreError
-from headscope.studio.store.opening import open_database, read_error, roll_back, save_error
+from headscope.studio.store.opening import is_damage, open_database, read_error, roll_back, save_error
 from headscope.studio.store.rows import ConfigRow, DraftRow, RunRow, new_id, now
+from headscope.studio.store.salvage import damaged_tables
+
+CHECKED_BYTES = 512 * 2**20
+"""A file up to this size is read through when it is opened, in less than a second; of a larger one, damage is noted
+where a page meets it."""
 
 
 class Store:
@@ -33,7 +41,21 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._write = threading.RLock()
-        self._connection = open_database(path)
+        self._connection, self.notice = open_database(path)
+        self._damaged: set[str] = set()
+        if path is not None and path.stat().st_size <= CHECKED_BYTES:
+            self._damaged |= damaged_tables(self._connection)
+
+    @property
+    def damage(self) -> str:
+        """What of the file cannot be read, as a sentence; empty while all of it can. Reads go on without that part."""
+        if not self._damaged or self.path is None:
+            return ""
+        parts = ", ".join(sorted(self._damaged)).replace("_", " ")
+        return (
+            f"{self.path.name} is damaged, and a part of it cannot be read ({parts}). The rest goes on. To save what "
+            f"is readable, end the studio and run: headscope studio --db {self.path} --backup NEW_FILE"
+        )
 
     def close(self) -> None:
         """Brings everything into the file and lets go of it."""
@@ -74,7 +96,7 @@ class Store:
             return
         try:
             self._connection.close()
-            self._connection = open_database(self.path)
+            self._connection, self.notice = open_database(self.path)
         except (duckdb.Error, StoreError):
             return
 
@@ -85,14 +107,24 @@ class Store:
                 names = [column[0] for column in result.description or ()]
                 return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
         except duckdb.Error as error:
-            raise read_error(error) from error
+            self._go_on_without(error)
+            return []
 
     def _frame(self, query: str, values: Sequence[Any] = ()) -> pl.DataFrame:
         try:
             with self._connection.cursor() as cursor:
                 return cursor.sql(query, params=list(values)).pl()
         except duckdb.Error as error:
+            self._go_on_without(error)
+        with self._connection.cursor() as cursor:
+            return cursor.sql(f"SELECT * FROM ({query}) LIMIT 0", params=list(values)).pl()
+
+    def _go_on_without(self, error: duckdb.Error) -> None:
+        """Notes damage of the file, so that a page does without its part; any other problem is a StoreError."""
+        if not is_damage(error):
             raise read_error(error) from error
+        with self._write:
+            self._damaged |= damaged_tables(self._connection) or {"some rows"}
 
     # models, prompts, runs, measurements
 
@@ -113,7 +145,7 @@ class Store:
 
     def prompt(self, sha256: str) -> dict[str, Any] | None:
         """The stored prompt: sha256, name, kind, text, created_at."""
-        rows = self._rows("SELECT * FROM prompts WHERE sha256 = ?", [sha256])
+        rows = self._rows("SELECT * FROM prompts WHERE reverse(sha256) = reverse(?)", [sha256])
         return rows[0] if rows else None
 
     def add_run(self, run: RunRow, measurements: Sequence[dict[str, Any]]) -> None:
@@ -130,7 +162,7 @@ class Store:
 
     def run(self, run_id: str) -> RunRow | None:
         """One run by its id."""
-        rows = self._rows("SELECT * FROM runs WHERE id = ?", [run_id])
+        rows = self._rows("SELECT * FROM runs WHERE reverse(id) = reverse(?)", [run_id])
         return _run_row(rows[0]) if rows else None
 
     def runs(self, limit: int = 50) -> list[RunRow]:
@@ -218,7 +250,7 @@ class Store:
 
     def config(self, config_id: str) -> ConfigRow | None:
         """One version with all its heads. StoreError if it holds what this program cannot read."""
-        rows = self._rows("SELECT * FROM configs WHERE id = ?", [config_id])
+        rows = self._rows("SELECT * FROM configs WHERE reverse(id) = reverse(?)", [config_id])
         if not rows:
             return None
         row = rows[0]

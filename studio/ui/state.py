@@ -6,6 +6,7 @@ view, and its callback writes back.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,10 +25,16 @@ from headscope.studio.ui.view import LINK, View, from_query, to_query
 T = TypeVar("T")
 
 
-@st.cache_resource(max_entries=1, show_spinner=False)
+_labs: list[Lab] = []
+_making = threading.Lock()
+
+
 def lab() -> Lab:
-    """The one lab of this process."""
-    return Lab(default_path(), Shelf.default())
+    """The one lab of this process. Not a cached resource of Streamlit's: any browser may have those cleared."""
+    with _making:
+        if not _labs:
+            _labs.append(Lab(default_path(), Shelf.default()))
+        return _labs[0]
 
 
 def view() -> View:

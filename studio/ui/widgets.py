@@ -17,6 +17,7 @@ import streamlit as st
 from headscope.engine.attend.estimator import Estimator
 from headscope.studio.base import words
 from headscope.studio.charts import charts
+from headscope.studio.data import tables
 from headscope.studio.lab.jobs import Job
 from headscope.studio.ui import state
 from headscope.studio.ui.context import PageContext, RunContext
@@ -55,6 +56,10 @@ def open_page(title: str) -> PageContext:
             if st.button("Try again", key="reopen") and lab.reopen():
                 view.good_news = "The database is open; what this session made is in it now."
                 st.rerun()
+    for notice in lab.notices:
+        st.warning(words.escaped(notice), icon=":material/database:")
+    if lab.database.notices:
+        st.button("Put away", key="notices-read", on_click=lab.put_notices_away)
     if view.notice:
         st.error(words.plain_markdown(view.notice))
         view.notice = ""
@@ -103,7 +108,7 @@ def download(key: str, data: Callable[[], pl.DataFrame]) -> None:
     with st.container(horizontal=True, horizontal_alignment="right", key=f"csv-{key}"):
         st.download_button(
             "data",
-            lambda: data().write_csv().encode(),
+            lambda: tables.csv(data()),
             f"headscope-{key}.csv",
             "text/csv",
             key=f"download-{key}",

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headscope.engine.base import files
 from headscope.engine.base.errors import ConfigError
 from headscope.engine.config import evidence as record
+from headscope.engine.config import interop
 from headscope.engine.config.evidence import Evidence, prompt_record
 from headscope.engine.config.facts import ModelFacts
 from headscope.engine.config.file import HeadConfig, HeadEntry
@@ -110,7 +112,10 @@ def to_file(row: ConfigRow) -> HeadConfig:
 
 def read_import(name: str, data: bytes, facts: ModelFacts | None) -> HeadConfig:
     """A config from an uploaded file. ConfigError with every reason if it is malformed or for another model."""
-    config = HeadConfig.from_json(data, name[:80])
+    value = files.parse_json(data, name[:80])
+    if interop.detect(value, name[:80]) != "headscope":
+        raise ConfigError(f"{name[:80]} is a config of MInference or SGLang: run headscope convert on it first.")
+    config = HeadConfig.from_dict(value, name[:80])
     heads = sum(len(row) for row in config.heads)
     if heads > MOST_HEADS:
         raise ConfigError(

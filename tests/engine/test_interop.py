@@ -223,3 +223,16 @@ def test_published_files_come_back_to_the_byte() -> None:
         value = json.loads(path.read_text())
         config = HeadConfig.from_json(interop.import_foreign(value, "minference", name=path.name).to_json())
         assert interop.export_foreign(config, "minference").to_json().strip() == path.read_text().strip()
+
+
+@pytest.mark.parametrize(
+    "entry", [["xattention", 0.9, 16, 0.1], ["flex_prefill", 0.9, 512, 0.1, 3], {"pattern": "flex"}, ["duo", "x"]]
+)
+def test_a_pattern_of_another_tool_is_the_reason_and_not_its_numbers(entry: Any) -> None:
+    name = entry["pattern"] if isinstance(entry, dict) else entry[0]
+    known = ["vertical_and_slash", 1000, 6096, 1.0]
+    value = [{"0": known, "1": known}, {"0": entry, "1": ["mine", 1, 2, 3]}]
+    with pytest.raises(ConfigError, match=rf"layer 1 head 0: unknown pattern '{name}', 'mine'; known are"):
+        interop.import_foreign(value, "minference")
+    with pytest.raises(ConfigError, match=f"layer 1 head 0: SGLang knows .* only, got '{name}', 'mine'"):
+        interop.import_foreign(value, "sglang")

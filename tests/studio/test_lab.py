@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import streamlit as st
 import torch
 
 from headscope.engine.attend.index import build_index
@@ -23,6 +24,7 @@ from headscope.studio.data.profiles import head_profiles, kept_lines
 from headscope.studio.data.results import HeadCase
 from headscope.studio.lab import measurements, models, runs
 from headscope.studio.lab.lab import Lab
+from headscope.studio.ui import state
 from headscope.studio.work import exports
 from tests.helpers import studio_pages
 from tests.helpers.studio_pages import SESSION, ok, page, run_now, shown
@@ -220,3 +222,20 @@ def test_a_stored_measurement_that_is_not_finite_counts_as_not_measured(lab: Lab
     lab.measurements.take_stored(run_id, {})
     assert len(lab.measurements._known.items()) == len(bodies)
     assert all(one.missed_mass_mean >= 0 for _, one in lab.measurements._known.items())
+
+
+def test_a_file_of_another_tool_is_called_that(tmp_path: Path) -> None:
+    text = b'[{"0": ["vertical_and_slash", 1000, 6096, 1.0]}]'
+    with pytest.raises(ConfigError, match=r"x\.json is a config of MInference or SGLang: run headscope convert"):
+        exports.read_import("x.json", text, None)
+
+
+def test_a_browser_that_clears_streamlits_caches_drops_no_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSCOPE_DB", str(tmp_path / "studio.duckdb"))
+    monkeypatch.setenv("HEADSCOPE_CAPTURES", str(tmp_path / "captures"))
+    monkeypatch.setattr(state, "_labs", [])
+    lab = state.lab()
+    st.cache_resource.clear()
+    st.cache_data.clear()
+    assert state.lab() is lab
+    lab.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import CaptureError
 from headscope.engine.runs.capture import Capture
+from headscope.studio.lab import leftovers
 from headscope.studio.lab import shelf as shelf_module
 from headscope.studio.lab.shelf import Shelf, default_budget
 
@@ -89,3 +91,35 @@ def test_a_disk_that_is_short_gets_room_from_what_may_go(tmp_path: Path, monkeyp
 def test_the_budget_of_the_environment(said: str, gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSCOPE_CAPTURE_GIB", said)
     assert default_budget() == int(gib * 2**30)
+
+
+def test_half_captures_are_swept_unless_another_process_uses_the_folder(tmp_path: Path) -> None:
+    shelf = filled(tmp_path, budget=2**30)
+    (tmp_path / ".headscope-half").mkdir()
+    (tmp_path / ".headscope-half" / "layer-0000.safetensors").write_bytes(b"x" * 100)
+    shelf.path("a").rename(tmp_path / ".headscope-a.replaced")
+    other = (tmp_path / ".lock").open("ab")
+    fcntl.flock(other, fcntl.LOCK_SH)
+    held = leftovers.hold(tmp_path)
+    assert held is not None and (tmp_path / ".headscope-half").exists()
+    held.close()
+    other.close()
+    held = leftovers.hold(tmp_path)
+    assert held is not None and not list(tmp_path.glob(".headscope-*"))
+    assert all(shelf.has(name) for name in "abc"), "a capture that had stepped aside is gone"
+    assert leftovers.hold(tmp_path / "none") is None
+    held.close()
+
+
+def test_what_is_half_written_is_no_capture_to_count_or_to_drop(tmp_path: Path) -> None:
+    shelf = filled(tmp_path, budget=2**30)
+    used = shelf.used()
+    (tmp_path / ".headscope-half").mkdir()
+    (tmp_path / ".headscope-half" / "layer").write_bytes(b"x" * 100)
+    assert shelf.used() == used
+
+
+def test_captures_are_for_their_owner_only(tmp_path: Path) -> None:
+    (tmp_path / "captures").mkdir(mode=0o755)
+    filled(tmp_path / "captures", budget=2**30)
+    assert (tmp_path / "captures").stat().st_mode & 0o777 == 0o700

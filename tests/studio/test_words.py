@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headscope.studio.base.words import finding, milliseconds, percent, size
+from headscope.studio.base.words import escaped, finding, milliseconds, percent, plain_markdown, size
 
 _MS = {"ms": 1.0, "s": 1e3, "min": 6e4}
 _BYTES = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -131,3 +131,16 @@ def test_what_is_not_finite_is_never_a_finding(bad: float) -> None:
     with pytest.raises(ValueError, match="finite figures"):
         finding(0.0, 0.0, 3, (0.0, bad, 0.0), 0.0, 0.0)
     assert percent(bad) == milliseconds(bad) == "not measured"
+
+
+AUTOLINK = re.compile(r"https?://|www\.|[-.\w+]+@[-\w]+", re.IGNORECASE)
+"""What markdown makes links of once escapes are read (GFM)."""
+
+
+@pytest.mark.parametrize(
+    "address", ["https://x.example/a?b=1", "HTTP://x.example", "www.x.example", "me.a+b@x.example"]
+)
+def test_no_address_in_a_message_becomes_a_link(address: str) -> None:
+    for text in (escaped(f"a file {address} here"), plain_markdown(f"There is no file {address}")):
+        read = re.sub(r"\\(.)", r"\1", text)
+        assert not AUTOLINK.search(read) and address in read.replace("\u2060", "")
