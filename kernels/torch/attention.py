@@ -1,9 +1,8 @@
-"""Attention over a layout in plain torch, block-gathered: work and memory follow the computed pairs.
+"""Attention in plain torch, dense and over a layout: work and memory follow the computed pairs.
 
-Every 64 query rows of a head form an item. An item's keys are the union of what its rows read; items of all
-heads and sequences are sorted by how many keys they have and run in batches of similar size, each one gather
-of K and V, one matrix product, one masked softmax, one matrix product. No masked dense product is ever formed, and
-scratch memory is bounded, whatever the length.
+Heads that compute everything run as dense ones. Others run on the CPU as rectangles through torch's flash kernel
+(`flash`) where 64 rows read a key together or not at all, bands apart, and through gathered items (`gathered`) where
+tiles or blocks are narrower, in float64 and on a GPU.
 """
 
 from __future__ import annotations

@@ -142,11 +142,11 @@ def row_statistic(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, scale: f
     """[H, r, n] of sampled rows: causal softmax, or logits above the row's mean. q [H, r, D], k [Hkv, n, D]."""
     kv_heads, length, dim = k.shape
     grouped = at_least_float32(q).reshape(kv_heads, -1, dim)
-    scores = ((grouped @ at_least_float32(k).transpose(-1, -2)) * scale).reshape(q.shape[0], q.shape[1], length)
+    scores = (grouped @ at_least_float32(k).transpose(-1, -2)).mul_(scale).view(q.shape[0], q.shape[1], length)
     future = torch.arange(length, device=q.device)[None, :] > rows[:, None]
     if statistic == "probability":
-        return scores.masked_fill(future, -torch.inf).softmax(-1)
-    scores = scores.masked_fill(future, 0.0)
+        return scores.masked_fill_(future, -torch.inf).softmax(-1)
+    scores = scores.masked_fill_(future, 0.0)
     return (scores - scores.sum(-1, keepdim=True) / (rows + 1)[:, None]).masked_fill(future, 0.0)
 
 
@@ -229,9 +229,14 @@ def _choose_lines(
     # Whole GQA groups, so that K is read once and never repeated.
     kv = sorted({head // group for head in online})
     rows = torch.tensor(sampled_rows(max(0, length - q_len), length, estimator), device=q.device)
-    sampled = q[sequence].view(k.shape[1], group, q_len, -1)[kv][:, :, rows + q_len - length].flatten(0, 1)
-    weight = row_statistic(sampled, k[sequence, kv, start:], rows, scale, estimator.statistic)
-    weight = weight[[kv.index(head // group) * group + head % group for head in online]]
+    every_kv = len(kv) == k.shape[1]
+    sampled = (
+        q[sequence][:, rows + q_len - length].unflatten(0, (-1, group))[slice(None) if every_kv else kv].flatten(0, 1)
+    )
+    keys = k[sequence, slice(None) if every_kv else kv, start:]
+    weight = row_statistic(sampled, keys, rows, scale, estimator.statistic)
+    if len(online) < len(weight):
+        weight = weight[[kv.index(head // group) * group + head % group for head in online]]
     online_plans = [plans[sequence * heads + head] for head in online]
     at = torch.tensor([sequence * heads + head for head in online], device=q.device)
 
