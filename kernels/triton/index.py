@@ -119,8 +119,7 @@ def _empty_tables(plans: Sequence[HeadPlan], kv_len: int, tile: int, device: tor
     columns = _fixed_rows([plan.columns for plan in plans], most, device)
     slash = max((min(max(p.slash, p.local), (kv_len + 1) // 2) for p in plans if p.slash), default=0)
     bands, band_count = _fixed_bands(plans, max([slash, *(len(p.bands) for p in plans)]), device)
-    grid_size = -(-(kv_len + tile - 1) // tile) + 1
-    most_grid = max((min(max(p.windows, 1), grid_size) for p in plans if p.windows), default=0)
+    most_grid = max((min(max(p.windows, 1), max_windows(kv_len, tile)) for p in plans if p.windows), default=0)
     grid = torch.full((count, most_grid), PAD, dtype=torch.int32, device=device)
     grid_count = torch.zeros(count, dtype=torch.int32, device=device)
     windows, window_count = grid, grid_count

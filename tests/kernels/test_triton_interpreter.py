@@ -314,6 +314,20 @@ def test_index_equals_torch(plans: str, estimator: int, shape: int, room: int, m
 
 
 @inside
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128])
+def test_index_of_more_windows_than_there_are_beside_distances(length: int) -> None:
+    """A layer may hold heads of both kinds of budget at any length, however short."""
+    from headscope.kernels.triton import index as triton_index
+
+    generator = torch.Generator().manual_seed(length)
+    q, k = (torch.randn(1, heads, length, 16, generator=generator) for heads in (2, 1))
+    plans = [HeadPlan(vertical=1, windows=9), HeadPlan(vertical=1, slash=min(44, length), local=1)]
+    arguments = (q, k, plans, (0,), 0.25, Estimator(), 128)
+    for ours, theirs in zip(triton_index.build(*arguments), torch_index.build(*arguments), strict=True):
+        assert torch.equal(membership.mask(ours), membership.mask(theirs))
+
+
+@inside
 @pytest.mark.parametrize("programs", [1, 30, 10_000])
 def test_tail_sums(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Column scores and distance sums do not depend on how tiles are dealt to programs, and equal float64 sums."""
