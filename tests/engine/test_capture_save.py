@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headscope.engine.attend.inputs import LayerInputs
 from headscope.engine.base.errors import CaptureError
 from headscope.engine.runs import capture as capture_module
 from headscope.engine.runs.capture import Capture
@@ -17,12 +18,13 @@ from headscope.engine.runs.capture import Capture
 
 def made(marker: float) -> Capture:
     one = Capture(torch.arange(8)[None], None, "toy", "f" * 64)
-    one._put(0, tuple(torch.full((1, heads, 8, 4), marker) for heads in (2, 1, 1)), 0.5, {"host": 2**20})
+    q, k, v = (torch.full((1, heads, 8, 4), marker) for heads in (2, 1, 1))
+    one._put(0, LayerInputs(q, k, v, 0.5), {"host": 2**20})
     return one
 
 
 def marker(folder: Path) -> float:
-    return float(Capture.load(folder).layer(0)[0][0, 0, 0, 0])
+    return float(Capture.load(folder).layer(0).q[0, 0, 0, 0])
 
 
 class Killed(BaseException):
